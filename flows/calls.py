@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,7 +34,6 @@ from quiver.stages.core.run.call import Call, Outcome
 from quiver.stages.core.run.runner import find
 from quiver.stages.core.run.stage import Refs, load
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.retention import restore
 
 from .dispatch import run_at
 from .placement import trains_here, where_of
@@ -80,18 +79,14 @@ class _Run:
         )
 
     def readable(self, ref: str | list[str]) -> str | list[str]:
-        """Return a reference to the version with its files, restored from the trash or made again.
+        """Return a reference to the version with its files, which is made again if they expired.
 
-        Raises LineageError if neither is possible.
+        Raises LineageError if that is not possible.
         """
         if isinstance(ref, list):
             return [self.readable(single) for single in ref]
         store = Store(self.store)
         if store.exists(parse(ref)):
-            return ref
-        with suppress(LineageError):
-            restore(store, ref)
-            log.info("%-22s %s  out of the trash", "brought back", ref)
             return ref
         if ref in self.again:
             return self.again[ref]().ref
@@ -203,7 +198,7 @@ def perform(
         flows.num_made += not outcome.cached
     if label:
         log.info("%s", describe(label, outcome))
-    # Training is never repeated unasked to restore expired files.
+    # Training is never repeated unasked because files expired.
     if stage != "optimize":
         options = {"label": f"{label}, again", "into": into, "iteration": iteration}
         run.again[outcome.ref] = partial(perform, stage, config, refs, readable=True, **options)

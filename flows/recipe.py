@@ -23,7 +23,7 @@ from quiver import flows
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.refs import check_name
 from quiver.stages.core.config import Config, parse
-from quiver.stages.core.store.storage import read_file
+from quiver.stages.core.files import read_file
 from quiver.stages.evaluate.config import Config as ScoreConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.model import checkpoints

@@ -9,6 +9,7 @@ Not of the spine: without it, a run makes the same versions and keeps more of th
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from contextlib import suppress
 
 from pydantic import Field
@@ -17,7 +18,8 @@ from quiver.flows.look.words import counted
 from quiver.schemas.errors import CorruptError, QuiverError, unexpected
 from quiver.stages.core.config import Config
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.collection import Rule, collect
+from quiver.stages.core.store.listing import EXPIRED, NO_OPTIMIZER
+from quiver.stages.core.store.retention import Rule, collect
 
 from .sections import SIDE_RUNS
 
@@ -34,8 +36,8 @@ class Retention(Config):
     policy without it can be sampled and measured; training it further needs
     `optimize.load_optimizer = false`."""
     grace_hours: float = Field(24, ge=0)
-    """Hours that removed files stay in the trash, from which `quiver gc --restore` brings them
-    back. 0: they are deleted at once."""
+    """Hours between the time when files expire and the time when they are deleted, for processes
+    that still read them. 0: they are deleted at once."""
 
 
 def clean_up(path: str, run: str, retention: Retention, policy: str | None = None) -> None:
@@ -59,21 +61,18 @@ def clean_up(path: str, run: str, retention: Retention, policy: str | None = Non
         seconds = retention.grace_hours * 3600
         rule = Rule(retention.keep, retention.moments, seconds, runs, tuple(spared))
         collected = collect(store, rule, apply=True)
-        # A second pass deletes what the first one moved to the trash.
-        if not retention.grace_hours:
-            collected.deleted_bytes += collect(store, rule, apply=True).deleted_bytes
     except Exception as error:  # Any error: the run's versions exist.
         typed = error if isinstance(error, QuiverError) else unexpected("retention", error)
         message = "%-22s %s %s: %s; the run goes on"
         log.warning(message, "retention", typed.code, typed.object, typed.message)
         return
-    removed = [*collected.versions, *collected.optimizer]
-    if removed or collected.deleted_bytes:
+    if collected.marked or collected.deleted:
+        kinds = Counter(expiring.mark for expiring in collected.marked)
         log.info(
-            "%-22s %s and %s to the trash, %.2f GB; %.2f GB deleted",
+            "%-22s %s and %s expired, %.2f GB; %.2f GB deleted",
             "retention",
-            counted(len(collected.versions), "version"),
-            counted(len(collected.optimizer), "optimizer state"),
-            sum(candidate.bytes for candidate in removed) / 1e9,
-            collected.deleted_bytes / 1e9,
+            counted(kinds[EXPIRED], "version"),
+            counted(kinds[NO_OPTIMIZER], "optimizer state"),
+            sum(expiring.bytes for expiring in collected.marked) / 1e9,
+            sum(expiring.bytes for expiring in collected.deleted) / 1e9,
         )

@@ -2,8 +2,8 @@
 
 For a version, everything is checked: size and hash of each file; that Arrow files can be parsed (by
 a child process: see `arrow_check`) and fit the kind's schema; that the manifest's totals follow
-from its files; that its number was given to it; and that its inputs and models are unchanged. A
-version that was deleted on purpose is `expired`, which is not an error.
+from its files; and that its inputs and models are unchanged. Inputs that expired or were removed on
+purpose are no error.
 
     count, errors = verify(store)
 """
@@ -16,15 +16,15 @@ from contextlib import contextmanager
 from itertools import product
 
 from quiver.schemas import refs
-from quiver.schemas.errors import CorruptError, LineageError, QuiverError, SchemaError, printable
+from quiver.schemas.errors import LineageError, QuiverError, SchemaError, printable
 from quiver.schemas.fields import kind_of
 from quiver.schemas.manifest import Manifest, content_hash
 from quiver.schemas.refs import Ref
-from quiver.stages.core.store import Store, Version, schema_module
+from quiver.stages.core.files import storage_errors
+from quiver.stages.core.store import Store, Version, marks, schema_module
 from quiver.stages.core.store.arrow_check import ArrowCheck
-from quiver.stages.core.store.notes import damaged_staging
+from quiver.stages.core.store.notes import damaged_notes
 from quiver.stages.core.store.retention import folders_of, users_of
-from quiver.stages.core.store.storage import storage_errors
 from quiver.stages.model.checkpoints import adapter_base, as_model, is_adapter_alone
 
 
@@ -61,7 +61,7 @@ def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[Quiver
 
 
 def _verify_around(store: Store, errors: list[QuiverError]) -> None:
-    """Check folders, tags, staging and ledgers; problems are added to `errors`."""
+    """Check folders, tags, marks and unfinished work; problems are added to `errors`."""
     for key in folders_of(store):
         with _collected(errors, key):
             store.storage.list(key)
@@ -69,28 +69,29 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
         with _collected(errors, f"{run}/tags"):
             for name in store.tag_names(run):
                 with _collected(errors, f"{run} tag {name}"):
-                    store.verify_tag(run, name)
-                    target = store.tagged(run, name)
-                    if target is not None and not store.exists(refs.parse(target)):
-                        raise LineageError(
-                            f"{run} tag {name}",
-                            f"points at {target}, which is gone",
-                            next="point the tag at another version",
-                        )
+                    for entry in store.history(run, name)[-1:]:
+                        _verify_target(store, run, name, refs.parse(entry.ref).kind)
         for kind in refs.KINDS:
-            with _collected(errors, f"{run}/{kind}/.staging"):
-                errors += damaged_staging(store.storage, run, kind)
-            with _collected(errors, f"{run}/{kind}/.ledger"):
-                errors += store.ledger(run, kind).problems()
-                if store.numbers(run, kind) and not store.storage.exists(f"{run}/{kind}/.ledger"):
-                    raise CorruptError(
-                        f"{run}/{kind}/.ledger",
-                        "is missing: which numbers were given to versions that are gone cannot be "
-                        "told",
-                        state="the versions that are there are not touched by this.",
-                        next=f"restore {store.path / run / kind}/.ledger from a copy; without one, "
-                        "what is there is noted when the versions are listed",
-                    )
+            with _collected(errors, f"{run}/{kind}/.work"):
+                errors += damaged_notes(store.storage, run, kind)
+            with _collected(errors, f"{run}/{kind}"):
+                listing = store.listing(run, kind)
+                for name, numbers in listing.marks.items():
+                    for number in numbers:
+                        with _collected(errors, f"{run}/{kind}@{number}"):
+                            marks.read(store.storage, Ref(run, kind, number), name)
+
+
+def _verify_target(store: Store, run: str, name: str, kind: str) -> None:
+    """Raise LineageError if the version that a tag points at is gone or another one."""
+    try:
+        store.resolve(f"{run}/{kind}@{name}")
+    except LineageError as error:
+        raise LineageError(
+            f"{run} tag {name}",
+            f"points at {error.object}: {error.message}",
+            next="point the tag at another version",
+        ) from None
 
 
 @contextmanager
@@ -108,7 +109,7 @@ def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
     manifest = version.manifest
     version.verify()
     listed = {*version.files.names, "manifest.json"}
-    for name in store.storage.list_files(ref.folder):
+    for name in version.files.sizes():
         if name not in listed:
             error = version.corrupt(printable(name), "is no file of this version")
             error.next = shlex.join(["rm", printable(version.files.path(name), 4096)])
@@ -117,9 +118,6 @@ def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
         raise version.corrupt("manifest.json", "content_hash is not that of its files")
     if manifest.rows != sum(entry.rows for entry in manifest.files):
         raise version.corrupt("manifest.json", f"says {manifest.rows} rows, its files have others")
-    given_to = store.ledger(ref.run, ref.kind).content_hashes().get(ref.version)
-    if given_to and given_to != manifest.content_hash:
-        raise version.corrupt("manifest.json", f"number {ref.version} was given to other content")
     if ref.kind != "policy":
         for name in version.files.names:
             problem = arrow_check.problem(version.files.path(name))
@@ -138,13 +136,13 @@ def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
 def _verify_sources(store: Store, version: Version) -> None:
     """Raise LineageError if an input, a model, or a version made together with it has changed.
 
-    Sources that were deleted on purpose are left out.
+    The files of sources that expired or were removed are left out.
     """
     manifest = version.manifest
     changed = []
     for entry in manifest.inputs:
         source = _manifest(store, version, refs.parse(entry.ref))
-        if source is not None and source.content_hash != entry.content_hash:
+        if source.content_hash != entry.content_hash:
             changed.append(f"input {entry.ref}")
     if version.ref.kind == "policy" and is_adapter_alone(version):
         adapter_base(store, version)
@@ -153,8 +151,11 @@ def _verify_sources(store: Store, version: Version) -> None:
             ref = refs.parse(model.ref)
         except QuiverError:
             continue  # a folder or a hub's id
-        if ref.kind != "policy" or ref == version.ref or not _manifest(store, version, ref):
+        if ref.kind != "policy" or ref == version.ref:
             continue
+        _manifest(store, version, ref)
+        if not store.exists(ref):
+            continue  # it expired, so its files cannot be compared
         now = as_model(model.role, store.version(ref))
         # a stage names only the parts it reads; a template may come from a file instead of the
         # policy
@@ -171,22 +172,20 @@ def _verify_sources(store: Store, version: Version) -> None:
             _manifest(store, version, refs.parse(manifest.metrics[kind]))
 
 
-def _manifest(store: Store, version: Version, ref: Ref) -> Manifest | None:
-    """Return the manifest of a source of `version`; None if it was deleted on purpose.
+def _manifest(store: Store, version: Version, ref: Ref) -> Manifest:
+    """Return the manifest of a source of `version`, even if the source expired or was removed.
 
-    Raises LineageError if it is gone otherwise, or `ref` has no version number.
+    Raises LineageError if it is gone, or `ref` has no version number.
     """
     if not isinstance(ref.version, int):
         problem = f"is made of {ref}, which names no version by its number"
         raise LineageError(str(version.ref), problem, next=f"quiver lineage {version.ref}")
     with storage_errors(ref):
-        if store.exists(ref):
-            return store.open(ref).manifest
-    if store.ledger(ref.run, ref.kind).tombstone(ref.version):
-        return None
+        if store.has_manifest(ref):
+            return store.version(ref).manifest
     raise LineageError(
         str(version.ref),
         f"{'its input ' if ref.kind not in ('advantages', 'updates') else ''}{ref} is gone",
-        next=f"restore {store.path / ref.folder} from a copy; without it {version.ref} is "
+        next=f"restore {store.storage.local(ref.folder)} from a copy; without it {version.ref} is "
         "whole, but not its lineage",
     )

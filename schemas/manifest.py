@@ -19,7 +19,7 @@ from .errors import CorruptError, LineageError, SchemaError, printable
 from .plain import read_json
 from .refs import KINDS, NAME
 
-FORMAT = 2
+FORMAT = 3
 """Format of the store, in store.json and every manifest; no other format is read."""
 MAX_BYTES = 8 * 1024 * 1024
 """Largest manifest; as Python objects it takes up to 24 times as much memory."""
@@ -84,7 +84,7 @@ class Manifest(_Part):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    format: Literal[2] = FORMAT
+    format: Literal[3] = FORMAT
     run: str
     kind: str
     version: _Count

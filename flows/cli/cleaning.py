@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from quiver.flows.look.words import size
 
-from . import completion
 from .shared import StorePath, open_store, say
 
 
@@ -24,68 +23,49 @@ def gc(
         int, typer.Option(help="policies of each run whose optimizer state stays", min=1)
     ] = 1,
     grace_hours: Annotated[
-        float, typer.Option(help="how long what goes can be brought back", min=0)
+        float, typer.Option(help="how long the data of an expired version stay", min=0)
     ] = 24,
-    restore: Annotated[
-        str | None,
-        typer.Option(
-            help="bring this version back instead",
-            metavar="REF",
-            autocompletion=completion.references,
-        ),
-    ] = None,
     store: StorePath = None,
 ) -> None:
-    """Free what is no longer needed. This covers optimizer state of older policies, abandoned
-    staging and trash; with --keep older versions too. Manifests stay. Without --apply, it is
-    only listed."""
-    from quiver.stages.core.store import retention
-    from quiver.stages.core.store.collection import Rule, collect
+    """Free what is no longer needed. Optimizer state of older policies expires, and with --keep
+    older versions; their data are deleted after --grace-hours, their manifests stay. Abandoned work
+    is deleted too. Without --apply, it is only listed."""
+    from quiver.stages.core.store.listing import NO_OPTIMIZER
+    from quiver.stages.core.store.retention import Expiring, Rule, collect
 
-    opened = open_store(store)
-    if restore is not None:
-        ref, what = retention.restore(opened, restore)
-        say({"restored": str(ref), "what": what}, [f"{ref} is back"])
-        return
+    def rows(entries: list[Expiring]) -> list[dict[str, Any]]:
+        return [
+            {"ref": str(entry.ref), "optimizer": entry.mark == NO_OPTIMIZER, "bytes": entry.bytes}
+            for entry in entries
+        ]
+
     rule = Rule(keep, moments, grace_hours * 3600)
-    collected = collect(opened, rule, apply=apply)
-    to_trash = [*collected.optimizer, *collected.versions]
-    lines = [
-        f"{candidate.ref} {candidate.folder:<10} {size(candidate.bytes):>10}"
-        for candidate in to_trash
-    ]
-    lines += [
-        f"{leftover.run} staged {leftover.run_key[:12]} {size(leftover.bytes)}"
-        for leftover in collected.staging
-    ]
-    lines += [
-        f".quarantine/{name} {size(count)}: delete it by hand when nobody needs it"
-        for name, count in collected.quarantine.items()
-    ]
+    collected = collect(open_store(store), rule, apply=apply)
     answer = {
         "applied": apply,
-        "versions": [
-            {"ref": str(candidate.ref), "bytes": candidate.bytes}
-            for candidate in collected.versions
+        "expired": rows(collected.marked),
+        "waiting": rows(collected.waiting),
+        "deleted": rows(collected.deleted),
+        "unfinished": [
+            {"run": work.run, "run_key": work.run_key, "bytes": num_bytes}
+            for work, num_bytes in collected.work
         ],
-        "optimizer": [
-            {"ref": str(candidate.ref), "bytes": candidate.bytes}
-            for candidate in collected.optimizer
-        ],
-        "staging": [
-            {"run": candidate.run, "run_key": candidate.run_key, "bytes": candidate.bytes}
-            for candidate in collected.staging
-        ],
-        "deleted_bytes": collected.deleted_bytes,
-        "trash_bytes": collected.trash_bytes,
-        "quarantine": collected.quarantine,
     }
-    moved = sum(candidate.bytes for candidate in to_trash)
-    freed = collected.deleted_bytes + sum(candidate.bytes for candidate in collected.staging)
+    lines = [
+        f"{row['ref']} {'optimizer' if row['optimizer'] else '':<10} {size(row['bytes']):>10}"
+        for row in answer["expired"]
+    ]
+    lines += [
+        f"{work.run} unfinished {work.run_key[:12]} {size(num_bytes)}"
+        for work, num_bytes in collected.work
+    ]
+    freed, waiting = (
+        sum(row["bytes"] for name in names for row in answer[name])
+        for names in (("deleted", "unfinished"), ("expired", "waiting"))
+    )
     would = "" if apply else "would be "
     lines += [
-        f"{size(moved)} {would}moved to the trash, {size(freed)} {would}deleted",
-        f"{size(collected.trash_bytes)} {'lie' if apply else 'would lie'} in the trash: what "
-        f"is there for {grace_hours:g} hours is deleted by the next quiver gc --apply",
+        f"{size(freed)} {would}deleted; {size(waiting)} {would}left to be deleted by "
+        f"quiver gc --apply, {grace_hours:g} hours after they expired"
     ]
     say(answer, lines)

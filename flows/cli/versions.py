@@ -81,9 +81,9 @@ def _say_readable(answer: dict[str, Any], lines: list[str], unreadable: list[Qui
 
 
 def _say_sizes(store: Store, run: str | None) -> None:
-    """Print the bytes of each run: by its manifests, and on disk with staging and trash."""
+    """Print the bytes of each run: by its manifests, and on disk, also of unfinished work and
+    expired data."""
     from quiver.flows.look import words
-    from quiver.stages.core.store.collection import size
     from quiver.stages.core.store.readable import readable_entries
 
     rows = []
@@ -92,9 +92,9 @@ def _say_sizes(store: Store, run: str | None) -> None:
         entries, errors = readable_entries(store, name)
         unreadable += errors
         num_bytes = sum(entry.bytes for _, entry in entries)
-        on_disk = size(store.storage, name)
+        on_disk = sum(store.storage.files(name).values())
         rows.append({"run": name, "versions": len(entries), "bytes": num_bytes, "on_disk": on_disk})
-    on_disk = size(store.storage, "")
+    on_disk = sum(store.storage.files("").values())
     num_bytes = sum(row["bytes"] for row in rows)
     table = [("run", "versions", "size", "on disk")]
     table += [
@@ -214,10 +214,11 @@ def verify(
             raise ConfigError(
                 "--quarantine", "needs the version to put aside", next="quiver verify"
             )
-        put_aside, folder = retention.quarantine(opened, ref)
+        put_aside = retention.put_aside(opened, ref)
+        folder = opened.storage.local(put_aside.folder)
         lines = [
-            f"{put_aside} is in {folder}",
-            "the command that made it makes it again",
+            f"{put_aside} is put aside; its files stay in {folder}",
+            "the command that made it makes it again, under another number",
         ]
         say({"quarantined": str(put_aside), "folder": str(folder)}, lines)
         return
@@ -232,10 +233,11 @@ def verify(
 
 def rm(
     ref: Reference,
-    reason: Annotated[str, typer.Option(help="why, for its tombstone")] = "",
+    reason: Annotated[str, typer.Option(help="why, for its mark")] = "",
     store: StorePath = None,
 ) -> None:
-    """Delete a version. Its number and its manifest stay, and versions made from it are kept."""
+    """Delete the data of a version. Its number and its manifest stay, and versions made from it are
+    kept."""
     from quiver.stages.core.store.retention import remove
 
     removed, users = remove(open_store(store), ref, reason)
@@ -255,7 +257,7 @@ def tag(
     opened = open_store(store)
     target: Ref = opened.resolve(ref)
     before = None
-    with suppress(CorruptError):  # Tag and journal disagree; the new tag settles it.
+    with suppress(CorruptError):  # An entry cannot be read; the new one settles it.
         before = opened.tagged(target.run, name)
     author = ""
     with suppress(OSError, KeyError):  # In some containers the account has no name.

@@ -18,7 +18,7 @@ from quiver.schemas.manifest import Manifest
 from quiver.schemas.metrics import score_numbers
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, Version
-from quiver.stages.core.store.index import IndexEntry
+from quiver.stages.core.store.listing import Summary
 
 from .episodes import Piece, in_words, numbers_of, pieces_of
 from .gather import STEP_COLUMNS, Manifests, metric
@@ -204,7 +204,7 @@ class Listed(NamedTuple):
 HEADER = Listed("version", "score or reward", "label", "size", "rows", "when")
 
 
-def listed(store: Store, entries: Iterable[tuple[Ref, IndexEntry]]) -> list[Listed]:
+def listed(store: Store, entries: Iterable[tuple[Ref, Summary]]) -> list[Listed]:
     """Return a row for each version; of a torn version only the reason why it cannot be read."""
     entries = list(entries)
     tags: dict[str, list[str]] = {}

@@ -162,7 +162,7 @@ class Manifests:
         if kind not in (None, version.ref.kind):
             self.gone.add(ref)
             return None
-        if version.tombstone is not None:
+        if version.mark is not None:
             self.expired.add(ref)
         return version.manifest
 

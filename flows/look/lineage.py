@@ -43,8 +43,7 @@ def lineage(store: Store, ref: str) -> dict[str, Any]:
     [{"role", "ref", …}]}.
 
     A version that occurs again is named without its inputs. A version deleted on purpose is marked
-    `expired`, one lost otherwise `missing`; its manifest may still be known. The tree is as deep as
-    the line of policies is long.
+    `expired`, one lost otherwise `missing`. The tree is as deep as the line of policies is long.
     """
     root: dict[str, Any] = {"ref": ref}
     seen: set[str] = set()
@@ -55,14 +54,13 @@ def lineage(store: Store, ref: str) -> dict[str, Any]:
             manifest = store.open(node["ref"]).manifest
         except LookupError:
             gone = parse(node["ref"])
-            ledger = store.ledger(gone.run, gone.kind)
-            manifest = ledger.manifest(gone.version) if isinstance(gone.version, int) else None
-            is_expired = manifest is not None and ledger.tombstone(gone.version)
-            if manifest is None and node is root:
+            is_expired = isinstance(gone.version, int) and store.has_manifest(gone)
+            if not is_expired and node is root:
                 raise
             node["expired" if is_expired else "missing"] = True
-            if manifest is None:
+            if not is_expired:
                 continue
+            manifest = store.version(gone).manifest
         node |= {"ref": manifest.ref, "stage": manifest.stage, "inputs": []}
         if manifest.ref in seen:
             node["seen"] = True

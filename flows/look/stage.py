@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, LineageError, QuiverError, printable
-from quiver.stages.core.store import Store, storage
+from quiver.stages.core.files import storage_errors, write_bytes
+from quiver.stages.core.store import Store
 
 from . import samples, templates
 from .gather import (
@@ -62,8 +63,8 @@ def write(
     try:
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        with storage.storage_errors(f"report {target}"):
-            storage.write_bytes(target, content)
+        with storage_errors(f"report {target}"):
+            write_bytes(target, content)
     except QuiverError:
         raise
     except OSError as error:

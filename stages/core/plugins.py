@@ -36,7 +36,7 @@ from typing import Any
 from urllib.parse import quote, unquote_to_bytes
 
 from quiver.schemas.errors import ConfigError, did_you_mean, printable
-from quiver.stages.core.store import storage
+from quiver.stages.core.files import sha256_of
 from quiver.stages.core.threads import parse_python
 
 _loading = threading.RLock()
@@ -160,7 +160,7 @@ def definition(
 
 def fingerprint(path: Path) -> str:
     """Return the sha256 of the source file `path`, including files beside it that it imports."""
-    hashes = {source.name: storage.sha256(source) for source in _sources(path)}
+    hashes = {source.name: sha256_of(source) for source in _sources(path)}
     if len(hashes) == 1:
         return hashes[path.name]
     return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
@@ -189,7 +189,7 @@ def _forget_changed(path: Path, module_name: str) -> None:
     Bytecode that may be older than its source is stale, even if it records the same second and
     size.
     """
-    hashes = {source: storage.sha256(source) for source in _sources(path)}
+    hashes = {source: sha256_of(source) for source in _sources(path)}
     is_changed = any(
         _hash_when_imported.get(source, sha256) != sha256 for source, sha256 in hashes.items()
     )

@@ -155,9 +155,10 @@ def _sample(
     if setup.base is not None:
         verify_model(setup.base)
         policy.verify(f"{checkpoints.ADAPTER_FOLDER}/")
+    sizes = policy.files.sizes()
     for entry in policy.manifest.files:
         # Name a missing or truncated file at once, before anything is imported.
-        if "/" not in entry.name and policy.files.size(entry.name) != entry.bytes:
+        if "/" not in entry.name and sizes.get(entry.name) != entry.bytes:
             policy.verify(entry.name)
     with engine_at_work(config, setup, writer) as engine:
         requests = new_requests(

@@ -20,9 +20,9 @@ from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.core.config import Config as Base
+from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.storage import storage_errors
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.model import checkpoints
 from quiver.stages.model.loading import verify_model

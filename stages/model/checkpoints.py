@@ -26,9 +26,9 @@ from pydantic import Field, model_validator
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import Model, digest
 from quiver.stages.core.config import Config as Base
+from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.stage import Plan, Refs
-from quiver.stages.core.store import Store, Version, ledger
-from quiver.stages.core.store.storage import storage_errors
+from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.model import from_function
 from quiver.stages.model.families import require_processor, require_trainable
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 STAGE_VERSION = 1
-OPTIMIZER_FOLDER = ledger.OPTIMIZER_FOLDER
 ADAPTER_FOLDER = "adapter"
 ADAPTER_WEIGHTS = f"{ADAPTER_FOLDER}/adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from quiver.stages.core.store import storage
+from quiver.stages.core.files import replacing, sha256_of
 from quiver.stages.core.threads import map_in_threads
 
 _HASHES = "sha256.json"
@@ -75,11 +75,11 @@ def _hash_file(path: Path, remembered: bool) -> str:
                 return entry["sha256"]
     if remembered and status.st_size >= _LARGE:
         shown.info("reading %s (%.1f GB) for its hash", path.name, status.st_size / 1e9)
-    sha256 = storage.sha256(path)
+    sha256 = sha256_of(path)
     if has_memory:
         with suppress(OSError):  # disk full or not writable: the hash is computed again next time
             entry_path.parent.mkdir(parents=True, exist_ok=True)
-            with storage.replacing(entry_path, durable=False) as file:
+            with replacing(entry_path, durable=False) as file:
                 file.write(json.dumps({"identity": identity, "sha256": sha256}).encode())
     return sha256
 

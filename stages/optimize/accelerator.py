@@ -14,12 +14,14 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.plain import read_json
 from quiver.stages.core.ranks import LAUNCHERS
 from quiver.stages.core.run.runner import quiver_version
 from quiver.stages.model.devices import uses_gpu
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
     from quiver.stages.core.run.stage import Plan
     from quiver.stages.core.store import Version
+    from quiver.stages.core.store.storage import Storage
 
     from .trainer import Trainer
 
@@ -126,6 +129,13 @@ def of_all_ranks(mine: T) -> list[T]:
     return gathered
 
 
+def _token(storage: Storage, key: str) -> str:
+    """Return the token of a lease; empty if it cannot be read."""
+    with suppress(FileNotFoundError, ValueError):
+        return read_json(storage.read(key))["token"]
+    return ""
+
+
 def check_plan(plan: Plan) -> None:
     """Raise ConfigError on every rank if one would make another version, runs another Quiver, or
     does not see the store that rank 0 writes to."""
@@ -143,13 +153,12 @@ def check_plan(plan: Plan) -> None:
     storage = plan.store.storage
     lease = None
     if os.environ.get("RANK", "0") == "0":  # it writes under a lease, and every lease is unique
-        prefix = f"{plan.name}/.staging/{plan.run_key}.leases"
-        key = f"{prefix}/{max(storage.list_files(prefix))}"
-        lease = key, storage.read(key)
-    key, content = of_all_ranks(lease)[0]
+        key = f"{plan.work}.leases/{max(storage.files(f'{plan.work}.leases'))}"
+        lease = key, _token(storage, key)
+    key, token = of_all_ranks(lease)[0]
     deadline = time.monotonic() + _SECONDS
     # by name: a network file system may show an outdated listing for a minute
-    while not (is_seen := storage.exists(key) and storage.read(key) == content):
+    while not (is_seen := _token(storage, key) == token):
         if time.monotonic() > deadline:
             break
         time.sleep(0.1)

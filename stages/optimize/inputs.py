@@ -31,8 +31,8 @@ from quiver.schemas.errors import ConfigError, LineageError, SchemaError, printa
 from quiver.schemas.refs import Ref
 from quiver.stages.core.config import parse
 from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.versions import OPTIMIZER_FOLDER
 from quiver.stages.model import checkpoints
-from quiver.stages.model.checkpoints import OPTIMIZER_FOLDER
 
 from .config import Lora
 
@@ -90,12 +90,11 @@ def require_state(inputs: Mapping[str, Version]) -> None:
         policy.require(f"{OPTIMIZER_FOLDER}/state.json")
     except LineageError as error:
         error.message += "; optimize.load_optimizer = false starts with a new one"
-        if "--restore" not in error.next:
-            names = [f"--rollouts {version['rollouts'].ref}" for version in sets(inputs)]
-            error.next = (
-                f"quiver optimize RECIPE --policy {policy.ref} {' '.join(names)} "
-                "--set optimize.load_optimizer=false"
-            )
+        names = [f"--rollouts {version['rollouts'].ref}" for version in sets(inputs)]
+        error.next = (
+            f"quiver optimize RECIPE --policy {policy.ref} {' '.join(names)} "
+            "--set optimize.load_optimizer=false"
+        )
         raise
 
 

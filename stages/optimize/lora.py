@@ -36,7 +36,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.core.store import Version, storage
+from quiver.stages.core.files import write_bytes
+from quiver.stages.core.store import Version
 from quiver.stages.model.checkpoints import ADAPTER_FOLDER, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 from quiver.stages.model.forward.pictures import sight
 from quiver.stages.model.forward.precision import resolve
@@ -217,7 +218,7 @@ def save(model: PreTrainedModel, folder: Path) -> None:
     save_file(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     peft_config = model.peft_config[_NAME].to_dict()
     peft_config["inference_mode"] = True
-    storage.write_bytes(
+    write_bytes(
         folder / ADAPTER_FOLDER / "adapter_config.json",
         # `sorted` makes lists of sets
         json.dumps(peft_config, indent=2, sort_keys=True, default=sorted).encode(),

@@ -36,7 +36,8 @@ from torch.optim.adamw import adamw
 
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.plain import read_json
-from quiver.stages.core.store import Version, storage
+from quiver.stages.core.files import write_bytes
+from quiver.stages.core.store import Version
 from quiver.stages.model.checkpoints import FILE_BYTES
 from quiver.stages.model.folder import load_errors
 
@@ -270,7 +271,7 @@ def write_tensors(
     for number, names in enumerate(files, 1):
         of_file = {name: tensors[name].cpu().contiguous() for name in names}
         save_file(of_file, folder / _file_name(number, len(files)))
-    storage.write_bytes(folder / "state.json", json.dumps({"files": len(files)}).encode())
+    write_bytes(folder / "state.json", json.dumps({"files": len(files)}).encode())
 
 
 def read_tensors(policy: Version, folder: str) -> dict[str, Tensor]:

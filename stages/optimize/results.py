@@ -13,7 +13,9 @@ import pyarrow.compute as pc
 
 from quiver.schemas import advantages as advantages_kind
 from quiver.schemas import updates as updates_kind
-from quiver.stages.core.store import Version, storage
+from quiver.stages.core.files import storage_errors
+from quiver.stages.core.store import Version
+from quiver.stages.core.store.versions import OPTIMIZER_FOLDER
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.model import checkpoints
 from quiver.stages.model.forward.precision import narrow
@@ -37,11 +39,11 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
         return
     config = trainer.config
     model = trainer.model
-    with storage.storage_errors(f"{writer.run}/policy"):
+    with storage_errors(f"{writer.run}/policy"):
         trainer.optimizer.zero_grad(set_to_none=True)
         # outside the policy's folder: some file systems keep the name of an unlinked file, which
         # would then be published
-        trainer.gather(writer.folder.with_name(f"{writer.run_key}.resume"))
+        trainer.gather(writer.room)
         trainer.policy.set_mode("single")  # the block attention must not enter the saved config
         restore_dropout(model, parent)
         state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}
@@ -66,7 +68,7 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
         if trainer.accelerator.num_processes == 1:
             trainer.free()
         if state:
-            folder = writer.folder / checkpoints.OPTIMIZER_FOLDER
+            folder = writer.folder / OPTIMIZER_FOLDER
             optimizer.write_tensors(folder, state)
 
 

@@ -1,8 +1,8 @@
 """The state of a running training, so that a killed one resumes in the middle; and the rollouts of
 a step that was not finite.
 
-    STORE/<run>/policy/.staging/KEY.resume/state-….safetensors    weights and moments
-    STORE/<run>/policy/.staging/KEY.resume/progress               place, file and checksums
+    STORE/<run>/policy/.work/KEY.0.resume/state-….safetensors    weights and moments
+    STORE/<run>/policy/.work/KEY.0.resume/progress               place, file and checksums
     STORE/<run>/policy/.not_finite/KEY-step-000007.arrow          rollouts of a broken step
 
 The trainer is made as at the first start, with values and audit of the starting weights. Then the
@@ -26,9 +26,9 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from quiver.schemas.errors import ConfigError, CorruptError, printable
+from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store.notes import PROGRESS, note_of, read_note
-from quiver.stages.core.store.storage import storage_errors
 
 from .accelerator import of_all_ranks
 
@@ -47,7 +47,7 @@ class SavedProgress:
         self.saves = saves
         self._storage = plan.store.storage
         self._name = plan.name
-        self._prefix = f"{plan.name}/.staging/{plan.run_key}.resume"
+        self._prefix = f"{plan.work}.resume"
         self._broken_prefix = f"{plan.name}/.not_finite/{plan.run_key[:12]}"
         self._rollout_ids = rollout_ids
         self._saved_at = time.monotonic()
@@ -97,15 +97,15 @@ class SavedProgress:
         from safetensors.torch import load_file
 
         key = f"{self._prefix}/{PROGRESS}"
-        if not self._storage.exists(key):
+        if self._storage.stamp(key) is None:
             return None
         note = read_note(self._storage, key)
         if note is None:
             raise ValueError("its note is not what was written")
         file = f"{self._prefix}/{note['file']}"
-        if self._storage.sha256(file) != note["sha256"]:
+        if self._storage.check(file)[1] != note["sha256"]:
             raise ValueError(f"{note['file']} is not what was written")
-        tensors = load_file(self._storage.path(file))
+        tensors = load_file(self._storage.local(file))
         trainer.check_state(tensors)
         return note, tensors
 
@@ -121,25 +121,21 @@ class SavedProgress:
             return
         storage = self._storage
         with storage_errors(self._name):
-            if self.saves:
-                storage.make_prefix(self._prefix)
-            tensors, counters = trainer.state(storage.path(self._prefix) if self.saves else None)
+            room = storage.folder(self._prefix) if self.saves else None
+            tensors, counters = trainer.state(room)
             if self.saves:
                 from safetensors.torch import save_file
 
                 file = f"state-{trainer.step:06d}-{len(trainer.updates):06d}.safetensors"
-                key = f"{self._prefix}/{file}"
-                save_file(tensors, storage.path(key))
-                storage.settle(key)
+                save_file(tensors, room / file)
                 # the state must be durable before the note that names it
-                storage.sync_names(self._prefix)
-                note = {"file": file, "sha256": storage.sha256(key), "epoch": epoch}
+                _, sha256 = storage.put_file(f"{self._prefix}/{file}")
+                note = {"file": file, "sha256": sha256, "epoch": epoch}
                 note |= {"minibatch": minibatch, "epoch_step": epoch_step}
                 # as text: numbers of a skipped step are not finite, which strict JSON cannot hold
                 note["counters"] = json.dumps(counters)
-                storage.write(f"{self._prefix}/{PROGRESS}", note_of(note))
                 # the note must be durable before the older state is deleted
-                storage.sync_names(self._prefix)
+                storage.put(f"{self._prefix}/{PROGRESS}", note_of(note), name=True)
                 for name in storage.list(self._prefix):
                     if name not in (file, PROGRESS):
                         storage.delete(f"{self._prefix}/{name}")
@@ -162,10 +158,8 @@ class SavedProgress:
         ).replace_schema_metadata({"update": json.dumps(update)})
         key = f"{self._broken_prefix}-step-{update['step']:06d}.arrow"
         with storage_errors(self._name):
-            self._storage.make_prefix(key.rpartition("/")[0])
-            with (
-                self._storage.create(key) as file,
-                pa.ipc.new_file(pa.PythonFile(file, "w"), table.schema) as arrow,
-            ):
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_file(sink, table.schema) as arrow:
                 arrow.write_table(table)
-        log.warning("its rollouts are in %s", self._storage.path(key))
+            self._storage.put(key, sink.getvalue())
+        log.warning("its rollouts are in %s", self._storage.local(key))

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.versions import OPTIMIZER_FOLDER
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.model import checkpoints
 
@@ -200,7 +201,7 @@ def _load_trainer(
         trainer.entropy_coef = policy.manifest.metrics.get("entropy_coef", config.entropy_coef)
         trainer.last_entropy = policy.manifest.metrics.get("last_entropy")
     if loads_state:
-        state = read_tensors(policy, checkpoints.OPTIMIZER_FOLDER)
+        state = read_tensors(policy, OPTIMIZER_FOLDER)
         load_state(trainer.optimizer, model, state)
     if kind:
         critic.resume(

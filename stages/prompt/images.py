@@ -21,7 +21,8 @@ import pyarrow as pa
 from quiver.schemas.errors import printable, reason
 from quiver.schemas.manifest import digest
 from quiver.schemas.outside import read_path, shape_of
-from quiver.stages.core.store import Version, storage
+from quiver.stages.core.files import read_file, sha256_of
+from quiver.stages.core.store import Version
 from quiver.stages.model.images.checking import ImageCheck, ImageLimits
 from quiver.stages.model.images.processor import load_processor
 
@@ -77,7 +78,7 @@ def read_cell(name: str, cell: Any, config: Config) -> list[Picture]:
 def _read_file(path: str | None, config: Config) -> bytes:
     file = _locate(path, config)
     try:
-        return storage.read_file(file, config.max_image_bytes)
+        return read_file(file, config.max_image_bytes)
     except (OSError, ValueError) as error:
         raise ValueError(f"{printable(file)} cannot be read: {reason(error)}") from None
 
@@ -98,7 +99,7 @@ def hash_with_files(table: pa.Table, config: SourceConfig, sha256: str) -> str:
         for place, content, path in _pictures_in(name, cell.as_py()):
             if content is None:
                 with naming_row(place):
-                    files.append(storage.sha256(_locate(path, config)))
+                    files.append(sha256_of(_locate(path, config)))
     return digest([sha256, *files]) if files else sha256
 
 

@@ -34,7 +34,7 @@ from quiver.schemas.errors import ConfigError, did_you_mean, printable, quoted_n
 from quiver.stages.core import plugins
 from quiver.stages.core.config import parse
 from quiver.stages.core.file_rows import bad_source, csv_rows, json_rows
-from quiver.stages.core.store import storage
+from quiver.stages.core.files import HashingFile, sha256_of
 
 from .columns import CHUNK, plain_table, to_table
 from .config import INPUTS, SUFFIXES, Config, SourceConfig
@@ -66,7 +66,7 @@ def read(config: SourceConfig) -> Source:
     elif path.suffix in SUFFIXES:
         if not path.is_file():
             raise bad_source(source, f"there is no file {path.absolute()}")
-        sha256 = storage.sha256(path)
+        sha256 = sha256_of(path)
         table = _read_file(path)
     elif ":" in source:
         function, _ = plugins.load(source, "data.source")
@@ -141,7 +141,7 @@ def hash_rows(table: pa.Table) -> str:
     """Return the sha256 of a table's names, types and values; it does not depend on the chunks."""
     table = table.replace_schema_metadata(None).combine_chunks()
     with open(os.devnull, "wb") as nowhere:
-        sink = storage.HashingFile(nowhere)
+        sink = HashingFile(nowhere)
         with pa.ipc.new_stream(pa.PythonFile(sink, "w"), table.schema) as writer:
             writer.write_table(table, max_chunksize=CHUNK)
     return sink.sha.hexdigest()

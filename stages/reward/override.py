@@ -25,9 +25,9 @@ from pydantic import Field
 from quiver.schemas.errors import ConfigError, LineageError, printable, reason
 from quiver.schemas.plain import read_json
 from quiver.stages.core import config as common
+from quiver.stages.core.files import read_file
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.storage import read_file
 from quiver.stages.core.store.writer import Writer
 
 from .measures import summary

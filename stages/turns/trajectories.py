@@ -23,7 +23,7 @@ from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.schemas.outside import LARGEST
 from quiver.stages.core.config import parse
 from quiver.stages.core.file_rows import bad_source, json_rows
-from quiver.stages.core.store import storage
+from quiver.stages.core.files import sha256_of
 
 _ROUNDING = 1e-4
 """Largest logprob accepted, above 0 because of rounding."""
@@ -198,7 +198,7 @@ def read(source: str, sha256: str = "") -> tuple[dict[str, Trajectory], str]:
     if not path.is_file():
         raise bad_source(source, f"there is no file {path.absolute()}")
     try:
-        hash_now = storage.sha256(path)
+        hash_now = sha256_of(path)
         lines = {}
         for place, row in json_rows(path):
             if not isinstance(row, dict):

@@ -22,7 +22,8 @@ from quiver.stages.core.lineage import open_input
 from quiver.stages.core.store import Store, arrow_child
 from quiver.stages.core.store.arrow_check import ArrowCheck
 from quiver.stages.core.store.retention import quarantine, remove
-from quiver.stages.core.store.storage import Storage, sha256
+from quiver.stages.core.files import sha256_of as sha256
+from quiver.stages.core.store.storage import Storage
 from quiver.stages.model.checkpoints import as_model
 from tests.stages.core.store.test_store import Settings, commit, work_on
 from tests.stages.optimize import world

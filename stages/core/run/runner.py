@@ -67,7 +67,9 @@ def find_version(plan: Plan) -> Version | None:
     """
     version = plan.already_made or plan.store.find(plan.run, plan.kinds[-1], plan.run_key)
     if version is None:
-        if plan.only_number in plan.store.numbers(plan.run, plan.kinds[-1]):
+        listing = plan.store.listing(plan.run, plan.kinds[-1])
+        only = plan.only_number
+        if only in listing.numbers and only not in listing.find(plan.run_key):
             raise ConflictError(
                 f"{plan.name}@{plan.only_number}",
                 plan.if_number_taken,
@@ -125,10 +127,10 @@ def _make_without_writers(stage: Any, plan: Plan, force: bool) -> Version:
             next="start it once, without RANK in the environment",
         )
     kind = plan.kinds[-1]
-    numbers = plan.store.numbers(plan.run, kind) if force else []
+    skip = plan.attempt if force else 0
     stage.make(plan, {})
     while True:
-        version = plan.store.find(plan.run, kind, plan.run_key, max([-1, *numbers]))
+        version = plan.store.find(plan.run, kind, plan.run_key, skip=skip)
         if version is not None:
             return version
         time.sleep(0.1)  # rank 0 is publishing; if it fails, the launcher ends all ranks

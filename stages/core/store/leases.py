@@ -2,20 +2,25 @@
 
 A lease is a chain of numbered objects, each created only if absent:
 
-    KEY.leases/commit/000001    {"owner": …, "token": …}     its process died
-    KEY.leases/commit/000002    {"owner": …, "token": …}     the holder: the highest number
-    KEY.leases/work             a chain: all the work, by one process alone
-    KEY.leases/worker-1f2e…     a chain: a process that shares it is present
-    KEY.leases/shard-00000      a chain: one of its shards
+    KEY.0.leases/commit/000001    {"owner": …, "token": …}     its process died
+    KEY.0.leases/commit/000002    {"owner": …, "token": …}     the holder: the highest number
+    KEY.0.leases/work             a chain: all the work, by one process alone
+    KEY.0.leases/worker-1f2e…     a chain: a process that shares it is present
+    KEY.0.leases/shard-00000      a chain: one of its shards
 
 To take over, a process creates the next number, so only one of two competitors succeeds. A holder
-renews its object every few seconds. A holder counts as gone if its process is known to be dead, or
-if its object did not change for a minute by the waiting process's clock. If the holder's process is
-seen to be stopped, a modification time over a minute ago counts too, without waiting. Such a lease
-is free: another process may take it. Its holder loses it only when one does, and then sees a higher
-number and must not commit.
+renews its object every few seconds: it writes the time into it. A lease is free, so that another
+process may take it, if one of these is true of its holder:
 
-    leases = Leases(storage, "arith/rollouts/.staging/KEY.leases")
+    it released the lease
+    its process is known to be dead
+    it did not renew the lease for a minute, by the waiting process's clock
+    its process is seen to be stopped, and its last renewal is more than a minute ago
+
+A holder loses the lease only when another process takes it. It then sees a higher number and must
+not commit.
+
+    leases = Leases(storage, "arith/rollouts/.work/KEY.0.leases")
     lease = leases.take("commit")        # None if another process holds it
     if lease and lease.is_held():
         ...
@@ -30,7 +35,7 @@ import threading
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +44,7 @@ from pydantic import Field, TypeAdapter
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.plain import read_json
 
-from .storage import Storage
+from .storage import Stamp, Storage
 
 SECONDS_TO_LIVE = 60.0
 """A lease that was not renewed for this long is free: another process may take it."""
@@ -81,15 +86,22 @@ class Owner:
 
 @dataclass(frozen=True)
 class Link:
-    """One object of the chain, `KEY.leases/NAME/000001`: its number, the process that took the
+    """One object of the chain, `KEY.0.leases/NAME/000001`: its number, the process that took the
     lease, and if the lease was released."""
 
     number: int
     owner: Owner
     token: str
     """Unique to this lease, also among leases of the same process."""
-    label: str
-    released: bool
+    renewed_at: float
+    """Seconds since 1970, by the holder's clock."""
+    released: bool = False
+
+    def encode(self) -> bytes:
+        """Return the object's bytes."""
+        fields = asdict(self)
+        del fields["number"]
+        return json.dumps(fields).encode()
 
 
 _LINK = TypeAdapter(Link)
@@ -101,47 +113,47 @@ class Lease:
     def __init__(self, leases: Leases, name: str, link: Link) -> None:
         self.name = name
         self.taken_at = time.monotonic()
-        self.storage = leases.storage
-        self.key = leases.key(name, link.number)
+        self._key = leases.key(name, link.number)
+        self._storage = leases.storage
         self._leases = leases
         self._link = link
+        self._stamp: Stamp | None = None
 
-    @property
-    def number(self) -> int:
-        """Number in the chain. Above 1, earlier holders exist, and one may still be asleep."""
-        return self._link.number
+    def create(self) -> bool:
+        """Create the object; return False if another process was first."""
+        if not self._storage.put_if_absent(self._key, self._link.encode(), durable=False):
+            return False
+        self._stamp = self._storage.stamp(self._key)
+        return True
 
     def is_held(self) -> bool:
         """Return True if the lease is still in force: neither released nor taken over."""
         top = self._leases.top(self.name)
         return top is not None and top.token == self._link.token and not top.released
 
+    def renew(self) -> bool:
+        """Write the time into the object; return False if it is gone."""
+        link = replace(self._link, renewed_at=time.time())
+        self._stamp = self._storage.swap(self._key, link.encode(), self._stamp)
+        return self._stamp is not None
+
     def release(self) -> None:
         """Release the lease, so that another process can take it at once."""
         _renewed.discard(self)
         if self.is_held():
             try:
-                self.storage.write(self.key, _encode(self._link, released=True), durable=False)
+                released = replace(self._link, released=True)
+                self._storage.put(self._key, released.encode(), durable=False)
             except OSError:  # a full disk, or the work is done and its leases are cleared
-                self.storage.delete(self.key)
+                self._storage.delete(self._key)
 
 
 class Leases:
     """The leases below one prefix, as one process sees them."""
 
-    def __init__(
-        self, storage: Storage, prefix: str, label: str = "", *, sleepers_hold: bool = False
-    ) -> None:
-        """Open the leases below `prefix`.
-
-        Args:
-            label: a word about the holder, stored for other processes to read.
-            sleepers_hold: if true, a process seen to be alive keeps its lease without renewals.
-        """
+    def __init__(self, storage: Storage, prefix: str) -> None:
         self.storage = storage
         self.prefix = prefix
-        self.label = label
-        self._sleepers_hold = sleepers_hold
         self._seen: dict[str, tuple[object, float]] = {}
         """Last observed state of a lease, and since when, by time.monotonic()."""
 
@@ -166,12 +178,16 @@ class Leases:
             return None
         except (ValueError, TypeError, CorruptError):
             # torn by a power loss, so its process is gone too
-            return Link(number, Owner("", 0, 0, 0), "", "", released=True)
+            return Link(number, Owner("", 0, 0, 0), "", 0.0, released=True)
 
     def holder(self, name: str) -> Link | None:
         """Return the current holder of the lease, or None if it is free."""
         top = self.top(name)
         return None if top is None or self._is_free(name, top) else top
+
+    def holders(self) -> list[Link]:
+        """Return the holders of all leases here."""
+        return [holder for name in self.names() if (holder := self.holder(name))]
 
     def seconds_seen(self, name: str) -> float:
         """Return for how many seconds this process has observed the current holder."""
@@ -197,10 +213,10 @@ class Leases:
             self.seconds_seen(name)
             return None
         number = top.number + 1 if top else 1
-        link = Link(number, Owner.this_process(), uuid.uuid4().hex, self.label, False)
+        link = Link(number, Owner.this_process(), uuid.uuid4().hex, time.time())
         lease = Lease(self, name, link)
         try:
-            if not self.storage.put_if_absent(lease.key, _encode(link), durable=False):
+            if not lease.create():
                 return None
         except BaseException:
             with suppress(OSError):
@@ -209,12 +225,6 @@ class Leases:
             raise
         _keep_renewed(lease)
         return lease
-
-    def trim(self, lease: Lease) -> None:
-        """Delete the earlier objects of this chain, for leases that outlive the work."""
-        for number in self.storage.list_numbers(f"{self.prefix}/{lease.name}"):
-            if number < lease.number:
-                self.storage.delete(self.key(lease.name, number))
 
     def take_when_stale(self, name: str) -> Lease | None:
         """Take the lease, waiting for a silent holder to expire. None if the holder renews it.
@@ -227,31 +237,19 @@ class Leases:
             top = self.top(name)
             if lease is not None or top is None:
                 return lease
-            stamp = self.storage.stamp(self.key(name, top.number))
-            first = first or (top.token, stamp)
-            if (top.token, stamp) != first or stamp is None:
+            first = first or top
+            if top != first:
                 return None
-            seconds_since_renewal = time.time() - stamp[0] / 1e9
-            if top.owner.is_visible and abs(seconds_since_renewal) < SECONDS_TO_LIVE:
+            if top.owner.is_visible and abs(time.time() - top.renewed_at) < SECONDS_TO_LIVE:
                 return None
             time.sleep(min(0.5, SECONDS_TO_LIVE / 4))
 
     def _is_free(self, name: str, holder: Link) -> bool:
         if holder.released or holder.owner.is_dead:
             return True
-        if self._sleepers_hold and holder.owner.is_visible:
-            return False
-        stamp = self.storage.stamp(self.key(name, holder.number))
-        is_stopped = stamp is not None and holder.owner.is_stopped
-        if is_stopped and time.time() - stamp[0] / 1e9 >= SECONDS_TO_LIVE:
-            return True  # stopped, and not renewed for a lease's lifetime
-        return self._seconds_unchanged(f"stamp of {name}", stamp) >= SECONDS_TO_LIVE
-
-
-def _encode(link: Link, *, released: bool = False) -> bytes:
-    fields = asdict(link)
-    del fields["number"]
-    return json.dumps({**fields, "released": released}).encode()
+        if holder.owner.is_stopped and time.time() - holder.renewed_at >= SECONDS_TO_LIVE:
+            return True
+        return self._seconds_unchanged(f"stamp of {name}", holder) >= SECONDS_TO_LIVE
 
 
 # -- renewal: one thread for all leases of this process
@@ -273,7 +271,7 @@ def _renew_for_ever() -> None:
         time.sleep(SECONDS_BETWEEN_RENEWALS)
         for lease in list(_renewed):
             try:
-                if not lease.storage.renew(lease.key):
+                if not lease.renew():
                     _renewed.discard(lease)  # the version is committed, and its leases are cleared
             except OSError:  # the disk may answer next time; if not, another takes over
                 continue

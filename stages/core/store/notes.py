@@ -1,4 +1,4 @@
-"""Notes: small JSON files beside staged work, each with a checksum.
+"""Notes: small JSON files beside unfinished work, each with a checksum.
 
 They record which shards are finished, how rows are cut into shards, which versions a stage reads,
 how far it is, and each process's report. A note with a wrong checksum is ignored, and the work that
@@ -25,14 +25,19 @@ PROGRESS = "progress"
 """Name of the note that makes a resume state valid."""
 SOURCES = "sources"
 """Name of the note that lists the versions the stage reads."""
-KEPT_SUFFIXES = (".notes", ".leases", ".resume")
-"""Suffixes of staging folders that are not candidates for publishing."""
-SHARD_NOTE = re.compile(r"part-([0-9]{5,9})\.arrow\.json")
+WORK = re.compile(r"([0-9a-f]{64})\.([0-9]{1,6})(?:\.(.+))?")
+"""Name in `.work`: run key, attempt, and what follows: `notes`, `leases`, `resume` or a token."""
+SHARD_NOTE = re.compile(r"part-([0-9]{5,9})\.json")
 
 
-def shard_name(index: int) -> str:
-    """Return the file name of staged shard `index`."""
-    return f"part-{index:05d}.arrow"
+def shard_name(index: int, sha256: str) -> str:
+    """Return the file name of shard `index`. The same name always has the same bytes."""
+    return f"part-{index:05d}-{sha256[:8]}.arrow"
+
+
+def note_name(index: int) -> str:
+    """Return the name of the note that makes shard `index` count."""
+    return f"part-{index:05d}.json"
 
 
 def note_of(fields: dict[str, Any]) -> bytes:
@@ -55,22 +60,11 @@ def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
     return fields
 
 
-def make_folder(storage: Storage, prefix: str) -> None:
-    """Make a folder to stage in, replacing a file of that name. Folders among notes are deleted."""
-    if not storage.path(prefix).is_dir():
-        storage.delete(prefix)
-    storage.make_prefix(prefix)
-    if prefix.endswith(".notes"):
-        for entry in storage.path(prefix).iterdir():
-            if entry.is_dir():
-                storage.delete_tree(f"{prefix}/{entry.name}")
-
-
 class _Note(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class _PlanNote(_Note):
+class _CutNote(_Note):
     """The number of rows per shard."""
 
     rows_per_shard: int = Field(gt=0, lt=2**63)
@@ -105,24 +99,25 @@ def _form_of(key: str) -> type[BaseModel]:
     name = key.rpartition("/")[2]
     if name.endswith(".report"):
         return _ReportNote
-    forms = {"plan": _PlanNote, SOURCES: _SourcesNote, PROGRESS: _ProgressNote}
+    forms = {"cut": _CutNote, SOURCES: _SourcesNote, PROGRESS: _ProgressNote}
     return forms.get(name, FileEntry)
 
 
-def damaged_staging(storage: Storage, run: str, kind: str) -> list[CorruptError]:
-    """Return errors for damaged staged notes, and for files that differ from their note."""
+def damaged_notes(storage: Storage, run: str, kind: str) -> list[CorruptError]:
+    """Return errors for damaged notes of unfinished work, and for files that differ from their
+    note."""
     errors = []
-    staging = f"{run}/{kind}/.staging"
-    for folder in storage.list(staging):
-        run_key, _, suffix = folder.partition(".")
-        names = storage.list(f"{staging}/{folder}") if suffix in ("notes", "resume") else []
-        for name in names:
-            is_ours = name in ("plan", SOURCES, PROGRESS) or name.endswith(".report")
+    place = f"{run}/{kind}/.work"
+    for folder in storage.list(place):
+        match = WORK.fullmatch(folder)
+        is_notes = match is not None and match[3] in ("notes", "resume")
+        for name in storage.list(f"{place}/{folder}") if is_notes else ():
+            is_ours = name in ("cut", SOURCES, PROGRESS) or name.endswith(".report")
             is_ours = is_ours or SHARD_NOTE.fullmatch(name)
-            if is_ours and _is_damaged(storage, f"{staging}/{run_key}", suffix, name):
+            if is_ours and _is_damaged(storage, f"{place}/{folder}", name):
                 errors.append(
                     CorruptError(
-                        f"{run}/{kind} staged {name}",
+                        f"{run}/{kind} unfinished {name}",
                         "is not what was written",
                         state="no version is touched by this.",
                         next="run the stage again: it throws this away and does it again",
@@ -131,15 +126,15 @@ def damaged_staging(storage: Storage, run: str, kind: str) -> list[CorruptError]
     return errors
 
 
-def _is_damaged(storage: Storage, prefix: str, suffix: str, name: str) -> bool:
+def _is_damaged(storage: Storage, prefix: str, name: str) -> bool:
     """Return True if a note, or the shard or state that it describes, is damaged."""
-    key = f"{prefix}.{suffix}/{name}"
-    note = read_note(storage, key)
+    note = read_note(storage, f"{prefix}/{name}")
     if note is None or "sha256" not in note:
         return note is None
-    file = f"{prefix}.{suffix}/{note['file']}" if "file" in note else f"{prefix}/{note['name']}"
+    shards = prefix.removesuffix(".notes")
+    file = f"{prefix}/{note['file']}" if "file" in note else f"{shards}/{note['name']}"
     try:
-        return storage.sha256(file) != note["sha256"]
+        return storage.check(file)[1] != note["sha256"]
     except (FileNotFoundError, CorruptError):
         return True
 

@@ -61,6 +61,18 @@ class Plan:
             }
         )
 
+    @cached_property
+    def attempt(self) -> int:
+        """Number of versions with this run key that existed when the work began. So a repeat never
+        touches the data of an earlier version."""
+        return len(self.store.listing(self.run, self.kinds[-1]).find(self.run_key))
+
+    @property
+    def work(self) -> str:
+        """Prefix of the unfinished work of the last kind; `.notes`, `.leases` and `.resume` follow
+        it."""
+        return f"{self.name}/.work/{self.run_key}.{self.attempt}"
+
     @property
     def name(self) -> str:
         """Name of the work in error messages."""

@@ -1,7 +1,7 @@
-"""Retention: which versions are kept, and deleting, restoring and quarantining a single version.
+"""Retention: which versions keep their data, and deleting the data of the others.
 
-Versions leave the store by age (`quiver gc`), on purpose (`quiver rm`), or because they are
-damaged. Three kinds of versions are roots:
+Data leave the store by age (`quiver gc`), on purpose (`quiver rm`), or when a grace time is over.
+Three kinds of versions are roots:
 
     tagged     the version a tag points at, and the one it would go back to
     newest     the last `keep` of each kind of each run
@@ -19,37 +19,74 @@ expire, and lineage shows them as `expired`.
 Optimizer state is needed only to continue training. It stays for the last `moments` policies of
 each run, and for policies that are tagged or read by a stage at work.
 
-Manifests stay for ever. To delete a version, its tombstone is written to the ledger, then one
-rename moves it to `.trash`, then it is deleted (see `trash`). After the tombstones are written, the
-kept versions are computed again, and versions that came into use stay. For this to be safe, a
-process that tags or reads a version announces it first and looks for a tombstone right afterwards.
+A collection marks what is not kept (see `marks`). From then on it is expired: no process begins to
+read it, and one that has opened it goes on reading. After the grace time a later collection deletes
+the data, unless a tag points at the version or a stage at work reads it. Manifests and marks stay
+for ever, and a mark is not taken back: a stage that needs expired data makes a new version.
 
-A damaged version is moved to `STORE/.quarantine` and does not expire. Versions made from it lack an
-input until it is made again.
+A process that tags or reads a version says so first, by the tag's entry or its note, and then looks
+for a mark. A collection marks first, and then looks for tags and notes. So one sees the other.
+
+    rule = Rule(keep=2, moments=1, grace_seconds=86400)
+    collect(store, rule)                 # only reports
+    collect(store, rule, apply=True)     # marks and deletes
 """
 
 from __future__ import annotations
 
-import shutil
-import uuid
+import time
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, QuiverError
 from quiver.schemas.manifest import Manifest
 from quiver.schemas.refs import KINDS, NAME, Ref, as_version, parse
+from quiver.stages.core.files import storage_errors
 
-from . import tags, trash
+from . import marks, tags
 from .leases import Leases
-from .notes import SOURCES, read_note
-from .reserve import reserve_for_deleting
-from .storage import make_folder, storage_errors
-from .versions import Store
+from .listing import EXPIRED, NO_OPTIMIZER, REMOVED
+from .notes import SOURCES, WORK, read_note
+from .versions import OPTIMIZER_FOLDER, Store, Version
 
-QUARANTINE = ".quarantine"
+_PLANNED_WITH = ("config.json", "generation_config.json")
+"""Files of a policy that plans read beside its manifest; the mark keeps their text."""
+
+
+# -- unfinished work
+
+
+@dataclass(frozen=True)
+class Work:
+    """Unfinished work in `.work`: one attempt of one run key."""
+
+    run: str
+    kind: str
+    run_key: str
+    attempt: int
+    names: list[str]
+    """Names in `.work`, rising."""
+
+    @property
+    def place(self) -> str:
+        """Prefix of the names."""
+        return f"{self.run}/{self.kind}/.work"
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the shards; `.notes`, `.leases` and `.resume` follow it."""
+        return f"{self.place}/{self.run_key}.{self.attempt}"
+
+
+def unfinished(store: Store, run: str, kind: str) -> list[Work]:
+    """Return the unfinished work of one kind in one run, by run key and attempt."""
+    names_of: dict[tuple[str, int], list[str]] = {}
+    for name in store.storage.list(f"{run}/{kind}/.work"):
+        if match := WORK.fullmatch(name):
+            names_of.setdefault((match[1], int(match[2])), []).append(name)
+    return [Work(run, kind, *key, names) for key, names in names_of.items()]
 
 
 @dataclass(frozen=True)
@@ -66,17 +103,16 @@ class StageAtWork:
 def stages_at_work(store: Store) -> Iterator[StageAtWork]:
     """Yield the stages that a process holds a lease of."""
     for run, kind in product(store.runs(), KINDS):
-        staging = f"{run}/{kind}/.staging"
-        for folder in store.storage.list(staging):
-            run_key, _, suffix = folder.partition(".")
-            if suffix != "leases":
-                continue
-            leases = Leases(store.storage, f"{staging}/{folder}")
-            holders = list(filter(None, map(leases.holder, leases.names())))
+        for work in unfinished(store, run, kind):
+            holders = Leases(store.storage, f"{work.prefix}.leases").holders()
             if holders:
-                note = read_note(store.storage, f"{staging}/{run_key}.notes/{SOURCES}")
+                note = read_note(store.storage, f"{work.prefix}.notes/{SOURCES}")
                 refs = frozenset(note["refs"] if note else ())
-                yield StageAtWork(f"process {holders[0].owner.pid} ({run}/{kind})", run_key, refs)
+                name = f"process {holders[0].owner.pid} ({run}/{kind})"
+                yield StageAtWork(name, work.run_key, refs)
+
+
+# -- which versions stay
 
 
 @dataclass
@@ -94,13 +130,11 @@ class Kept:
 
 def folders_of(store: Store) -> Iterator[str]:
     """Yield the keys in the store that must be folders, or absent."""
-    yield from (trash.FOLDER, trash.LEASES, QUARANTINE)
-    names = filter(NAME.fullmatch, store.storage.list(""))
-    yield from (name for name in names if store.storage.path(name).is_symlink())  # runs
+    yield from filter(NAME.fullmatch, store.storage.list(""))
     for run in store.runs():
         yield f"{run}/tags"
-        for kind in KINDS:
-            yield from (f"{run}/{kind}{name}" for name in ("", "/.ledger", "/.staging", "/.index"))
+        yield from (f"{run}/tags/{name}" for name in store.tag_names(run))
+        yield from (f"{run}/{kind}{name}" for kind in KINDS for name in ("", "/.work"))
 
 
 def find_kept(
@@ -118,6 +152,7 @@ def find_kept(
             unknown.
     """
     kept = Kept()
+    with_expired = store.with_expired()
     # stages at work come first: a stage that ended before this line has published its versions
     for stage in list(stages_at_work(store)):
         kept.run_keys.add(stage.run_key)
@@ -141,10 +176,12 @@ def find_kept(
     waiting = [*roots, *kept.in_use]
     while waiting:
         ref = waiting.pop()
-        if ref in kept.versions or not store.exists(ref):
+        if ref in kept.versions or not with_expired.exists(ref):
             continue
         kept.versions.add(ref)
-        manifest = _manifest(store, ref)
+        if not store.exists(ref):  # what it was made of is not needed any more
+            continue
+        manifest = store.version(ref).manifest
         sources = _sources(manifest, is_root=ref in roots)
         if manifest.kind == "prompts":
             chosen_by.update(filter(store.exists, sources))
@@ -165,17 +202,6 @@ def _sources(manifest: Manifest, *, is_root: bool) -> list[Ref]:
         else:
             names = [entry.ref for entry in manifest.inputs if entry.role == "base"]
     return [ref for ref in map(as_version, names) if ref and str(ref) != manifest.ref]
-
-
-def _manifest(store: Store, ref: Ref) -> Manifest:
-    """Return the version's manifest, or the ledger's copy if it is torn. Raises CorruptError."""
-    try:
-        return store.version(ref).manifest
-    except CorruptError:
-        manifest = store.ledger(ref.run, ref.kind).manifest(ref.version)
-        if manifest is None:
-            raise
-        return manifest
 
 
 # -- one version
@@ -204,7 +230,7 @@ def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
 
 
 def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]:
-    """Delete a version on purpose. It passes through the trash and is deleted from there at once.
+    """Delete a version's data on purpose, at once.
 
     Returns:
         The version's reference, and the references of versions made from it.
@@ -213,23 +239,17 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
         ConflictError: a tag points at it, a policy needs it as base of its adapter, or a stage at
             work reads it.
     """
-    target = store.resolve(ref)
+    target = store.with_expired().resolve(ref)
     _require_unused(store, target)
-    ledger = store.ledger(target.run, target.kind)
-    with storage_errors(target), reserve_for_deleting(store):
-        with trash.open_trash(store.storage) as turn:
-            commit_id = ""
-            with suppress(CorruptError):
-                commit_id = store.version(target).manifest.commit_id
-            ledger.note_missing([target.version])
-            ledger.expire(target.version, why, commit_id=commit_id)
-            try:
-                _require_unused(store, target)
-            except QuiverError:
-                ledger.take_back(target.version)
-                raise
-            turn.take(target)
-        trash.delete(store.storage, f"{turn.folder}/{target.run}")
+    with storage_errors(target):
+        marks.write(store.storage, target, REMOVED, why)
+        try:
+            _require_unused(store, target)
+        except QuiverError:
+            # it came into use meanwhile; no other process acts on the mark so soon
+            store.storage.delete(marks.key_of(target, REMOVED))
+            raise
+        _delete_data(store, target)
     return target, users_of(store, target)[1]
 
 
@@ -267,29 +287,6 @@ def _require_unused(store: Store, ref: Ref) -> None:
             )
 
 
-def restore(store: Store, ref: str | Ref) -> tuple[Ref, list[str]]:
-    """Restore an expired version, or its optimizer state, from the trash.
-
-    Returns:
-        The version's reference, and the restored parts: `version` or `optimizer`.
-
-    Raises:
-        LineageError: the version is not in the store and not in the trash.
-        ConfigError: the version exists and no part of it is in the trash.
-    """
-    target = parse(ref)
-    ledger = store.ledger(target.run, target.kind)
-    restored = []
-    with trash.open_trash(store.storage) as turn:
-        for number, folder in ledger.tombstones():
-            if number == target.version and turn.put_back(target, folder):
-                restored.append(folder or "version")
-    if not restored:
-        store.resolve(target)  # raises the reason if the version is gone
-        raise ConfigError(str(target), "nothing of it expired", next=f"quiver show {target}")
-    return target, restored
-
-
 def is_damaged(store: Store, ref: Ref) -> bool:
     """Return True if a version's manifest or files differ from what was written."""
     try:
@@ -299,24 +296,212 @@ def is_damaged(store: Store, ref: Ref) -> bool:
     return False
 
 
-def quarantine(store: Store, ref: str | Ref) -> tuple[Ref, Path]:
-    """Move a damaged version to the quarantine, byte for byte.
+def put_aside(store: Store, ref: str | Ref) -> Ref:
+    """Mark a damaged version as removed, and leave its data where they are.
 
-    Its number stays given. A stage that makes the same content again gets it.
-
-    Returns:
-        The version's reference, and the folder where it is now.
-
-    Raises:
-        ConfigError: the version is whole.
+    A stage that needs it makes it again, under another number. Raises ConfigError if the version is
+    whole.
     """
     target = store.resolve(ref)
     if not is_damaged(store, target):
         raise ConfigError(str(target), "is whole", next=f"quiver rm {target}")
-    name = f"{target.run}-{target.kind}-{target.version}-{uuid.uuid4().hex[:8]}"
-    folder = store.path / QUARANTINE / name
     with storage_errors(target):
-        store.ledger(target.run, target.kind).note_missing([target.version])
-        make_folder(folder.parent)
-        shutil.move(store.storage.path(target.folder), folder)
-    return target, folder
+        marks.write(store.storage, target, REMOVED, "damaged", keep=True)
+    return target
+
+
+# -- collections
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Which versions keep their data, and for how long expired data stay."""
+
+    keep: int | None = None
+    """Versions to keep per kind and run. None: all."""
+    moments: int | None = 1
+    """Policies per run that keep their optimizer state. None: all."""
+    grace_seconds: float = 24 * 3600
+    """Seconds that expired data stay, and that unfinished work stays resumable."""
+    runs: Collection[str] | None = None
+    """Runs to clean. None: all. Versions of every run still count as users of others."""
+    spared: tuple[str, ...] = ()
+    """Versions that are kept as if a tag named them."""
+
+    def runs_of(self, store: Store) -> Collection[str]:
+        """Return the names of the runs to clean."""
+        return store.runs() if self.runs is None else self.runs
+
+
+@dataclass(frozen=True)
+class Expiring:
+    """Data that are marked, or will be: of a version, or of its optimizer state alone."""
+
+    ref: Ref
+    mark: str
+    """Name of the mark."""
+    bytes: int
+
+
+@dataclass
+class Collected:
+    """Result of a collection, done or planned."""
+
+    marked: list[Expiring] = field(default_factory=list)
+    """Data that it marked; they are deleted after the grace time."""
+    waiting: list[Expiring] = field(default_factory=list)
+    """Data that were marked before, and whose grace time is not over."""
+    deleted: list[Expiring] = field(default_factory=list)
+    work: list[tuple[Work, int]] = field(default_factory=list)
+    """Unfinished work that was abandoned and is deleted, and its bytes."""
+
+
+def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
+    """Clean up the store by `rule`, or, unless `apply`, only report what would be done.
+
+    Raises:
+        CorruptError: a tag, or the manifest of a version to keep, cannot be read; or one of the
+            store's folders is not a folder.
+    """
+    for key in folders_of(store):
+        store.storage.list(key)
+    collected = Collected()
+    # abandoned work goes first, since deleting it needs no room for a mark
+    for work in list(_abandoned(store, rule)):
+        num_bytes = sum(_size(store, f"{work.place}/{name}") for name in work.names)
+        if not apply or _sweep(store, work):
+            collected.work.append((work, num_bytes))
+    kept = find_kept(store, rule.keep, rule.moments, rule.spared)
+    collected.marked = list(_not_kept(store, rule, kept))
+    with storage_errors("gc"):
+        for expiring in collected.marked if apply else ():
+            _mark(store, rule, expiring)
+        # what came into use since the look above is seen now; later users see the mark
+        kept = find_kept(store, rule.keep, rule.moments, rule.spared)
+        needed = {REMOVED: kept.in_use, EXPIRED: kept.versions, NO_OPTIMIZER: kept.optimizer}
+        for expiring, age in list(_marked(store, rule, () if apply else collected.marked)):
+            is_due = age >= rule.grace_seconds and expiring.ref not in needed[expiring.mark]
+            if is_due and apply:
+                _delete_data(store, expiring.ref, expiring.mark)
+            is_new = any(expiring == marked for marked in collected.marked)
+            if is_due:
+                collected.deleted.append(expiring)
+            elif not is_new:
+                collected.waiting.append(expiring)
+    return collected
+
+
+def _not_kept(store: Store, rule: Rule, kept: Kept) -> Iterator[Expiring]:
+    """Yield what to mark."""
+    for run, kind in product(rule.runs_of(store), KINDS):
+        listing = store.listing(run, kind)
+        for number in listing.visible(expired=False):
+            ref = Ref(run, kind, number)
+            name = EXPIRED
+            if ref in kept.versions:
+                has_optimizer = kind == "policy" and number not in listing.marks[NO_OPTIMIZER]
+                if not has_optimizer or ref in kept.optimizer:
+                    continue
+                name = NO_OPTIMIZER
+            with suppress(CorruptError):  # damaged versions stay; `verify` reports them
+                version = store.version(ref)
+                num_bytes = _bytes_of(version, name)
+                if version.manifest.run_key not in kept.run_keys and (num_bytes or name == EXPIRED):
+                    yield Expiring(ref, name, num_bytes)
+
+
+def _bytes_of(version: Version, mark: str) -> int:
+    """Return the bytes of the files that a mark covers, as the manifest lists them."""
+    start = f"{OPTIMIZER_FOLDER}/" if mark == NO_OPTIMIZER else ""
+    files = version.manifest.files
+    return sum(entry.bytes for entry in files if entry.name.startswith(start))
+
+
+def _mark(store: Store, rule: Rule, expiring: Expiring) -> None:
+    ref = expiring.ref
+    if expiring.mark == NO_OPTIMIZER:
+        marks.write(store.storage, ref, NO_OPTIMIZER, f"gc, moments = {rule.moments}")
+        return
+    files = {}
+    version = store.version(ref)
+    for name in set(_PLANNED_WITH).intersection(version.files.names):
+        files[name] = version.files.read(name).decode(errors="replace")
+    marks.write(store.storage, ref, EXPIRED, f"gc, keep = {rule.keep}", files=files)
+
+
+def _marked(
+    store: Store, rule: Rule, planned: Collection[Expiring]
+) -> Iterator[tuple[Expiring, float]]:
+    """Yield the marked data that are still there, and the age of the mark in seconds; 0 for those
+    that are only planned to be marked."""
+    yield from ((expiring, 0.0) for expiring in planned)
+    for run, kind in product(rule.runs_of(store), KINDS):
+        listing = store.listing(run, kind)
+        earlier: set[int] = set()
+        for name in (REMOVED, EXPIRED, NO_OPTIMIZER):
+            numbers = listing.marks[name] - earlier
+            earlier |= numbers
+            for number in sorted(numbers):
+                ref = Ref(run, kind, number)
+                num_bytes = sum(_data(store, ref, name).values())
+                if num_bytes:
+                    mark = marks.read(store.storage, ref, name)
+                    if mark is not None and not mark.keep:
+                        age = float("inf") if name == REMOVED else mark.seconds
+                        yield Expiring(ref, name, num_bytes), age
+
+
+def _data(store: Store, ref: Ref, mark: str) -> dict[str, int]:
+    """Return the sizes of the files that are there and that a mark covers, by name."""
+    sizes = store.storage.files(ref.folder)
+    sizes.pop("manifest.json", None)
+    if mark == NO_OPTIMIZER:
+        # a folder that was half deleted has another name
+        sizes = {name: size for name, size in sizes.items() if name.startswith(OPTIMIZER_FOLDER)}
+    return sizes
+
+
+def _delete_data(store: Store, ref: Ref, mark: str = REMOVED) -> None:
+    """Delete the data that a mark covers, whatever the manifest lists."""
+    for top in {name.partition("/")[0] for name in _data(store, ref, mark)}:
+        store.storage.delete(f"{ref.folder}/{top}")
+
+
+def _size(store: Store, key: str) -> int:
+    return sum(store.storage.files(key).values())
+
+
+def _abandoned(store: Store, rule: Rule) -> Iterator[Work]:
+    """Yield the work that no process holds a lease of, and that is done, or older than the grace
+    time."""
+    for run in rule.runs_of(store):
+        at_work = {stage.run_key for stage in stages_at_work(store)}
+        for kind in KINDS:
+            listing = store.listing(run, kind)
+            for work in unfinished(store, run, kind):
+                is_done = len(listing.find(work.run_key)) > work.attempt
+                changed_at = max(
+                    store.storage.changed_at(f"{work.place}/{name}") for name in work.names
+                )
+                is_old = time.time() - changed_at >= rule.grace_seconds
+                if (is_done or is_old) and work.run_key not in at_work:
+                    yield work
+
+
+def _sweep(store: Store, work: Work) -> bool:
+    """Delete unfinished work. Returns False if a process has begun to work on it."""
+    leases = Leases(store.storage, f"{work.prefix}.leases")
+    with storage_errors(f"{work.run} unfinished work"):
+        # a process that starts meanwhile waits for this lease, or finds it taken
+        lease = leases.take("work")
+        if lease is None:
+            return False
+        try:
+            if any(holder.token != lease.token for holder in leases.holders()):
+                return False
+            for name in reversed(work.names):  # notes before the shards that they describe
+                store.storage.delete(f"{work.place}/{name}")
+        finally:
+            lease.release()
+            store.storage.delete(leases.prefix)
+    return True

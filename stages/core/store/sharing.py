@@ -161,6 +161,7 @@ class SharedShards:
         lease = self._leases.take(_COMMIT)
         if lease is None:
             return False
+        self._writer.take_up()  # another process may have died while it committed
         damaged = [index for index in range(self._count) if not self._writer.has(index)]
         for index in damaged:
             self._writer.drop(index)

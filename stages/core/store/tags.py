@@ -1,20 +1,16 @@
-"""Tags: a reference that can move, with a journal of why it moved or stayed.
+"""Tags: a reference that can move, with the history of why it moved or stayed.
 
-    STORE/<run>/tags/.prod/000003     one entry of the journal, with its checksum
-    STORE/<run>/tags/prod             arith/policy@3, for people and for other programs
-    STORE/<run>/tags/.prod/newest     3
+    STORE/<run>/tags/prod/000003.json     one entry, with its checksum
 
-Writing the entry is the move. It is created only if its number is free, so if two processes move a
-tag at once, one gets the number and the other sees the decision of the first. The file `prod`
-follows, then `newest`. If the newest entry is lost, `newest` prevents the one before from passing
-for the newest.
+The entry with the highest number is the tag, and all entries are its history. Creating the next
+entry is the move. An entry is created only if its number is free, so if two processes move a tag at
+once, one gets the number and the other sees the decision of the first.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -39,6 +35,8 @@ class Entry(BaseModel):
     """Reference it pointed at before; None if the tag did not exist."""
     ref: str
     """Reference it points at since."""
+    content_hash: str = ""
+    """Content hash of that version; empty if its manifest could not be read."""
     why: str = ""
     key: str = ""
     """Identifies the decision. No two entries have the same key, unless it is empty."""
@@ -53,166 +51,98 @@ class Tag:
         self.name = name
         self._storage = storage
         self._run = run
-        self._folder = f"{run}/tags"
+        self._prefix = f"{run}/tags/{name}"
 
-    def ref(self) -> str | None:
-        """Return the reference of the tag's newest entry, or None if there is no such tag.
-
-        The file may be missing, show the newest entry's reference, or show one of an earlier entry:
-        a process may have died before it wrote the file. Raises CorruptError for any other file,
-        and if the newest entry is gone or cannot be read.
-        """
-        newest = self._newest()
-        numbers = self._numbers()
-        if newest > max(numbers, default=0):
-            self._entry(newest)  # raises, because the entry is gone
-        while numbers:
-            entry = self._entry(numbers[-1])
-            shown = self._file()
-            # processes that died, or are moving it right now, leave an earlier reference in the
-            # file
-            moves = map(self._entry, reversed(numbers))
-            if shown is None or any(shown in (move.ref, move.before) for move in moves):
-                return entry.ref
-            if numbers == self._numbers():
-                raise self._disagreement(entry.ref)
-            numbers = self._numbers()  # it was moved meanwhile
-        if self._file() is not None:
-            raise self._disagreement(None)
-        return None
+    def newest(self) -> Entry | None:
+        """Return the newest entry, or None if there is no such tag. Raises CorruptError."""
+        numbers = self._storage.list_numbers(self._prefix)
+        return self._entry(numbers[-1]) if numbers else None
 
     def history(self) -> list[Entry]:
         """Return the tag's entries, oldest first. Raises CorruptError."""
-        self.ref()
-        return [self._entry(number) for number in self._numbers()]
+        return [self._entry(number) for number in self._storage.list_numbers(self._prefix)]
 
-    def verify(self) -> None:
-        """Raise CorruptError if an entry or the file cannot be read, or if they disagree."""
-        self.history()
+    def move(
+        self, target: str, content_hash: str, expected: str | None, why: str, key: str, about: dict
+    ) -> Entry | None:
+        """Point the tag at `target`, and return the new entry.
 
-    def move(self, target: str, expected: str | None, why: str, key: str, about: dict) -> None:
-        """Point the tag at `target`.
-
-        Nothing changes if an entry has this `key` already, or if the tag points there and `key` is
-        empty.
+        Returns None and changes nothing if an entry has this `key` already, or if the tag points
+        there and `key` is empty.
 
         Args:
             expected: the reference it must hold now; None if the tag must not exist yet. "*"
-                accepts any state, also if file and journal disagree; only "*" settles that.
+                accepts any, also entries that cannot be read.
 
         Raises:
             ConflictError: the tag does not hold `expected`.
         """
-        if expected != "*":
-            self.ref()
         while True:
-            # take all from one look at the journal: an entry written meanwhile has the next number
-            numbers = self._numbers()
-            moves = [self._entry(number) for number in numbers]
-            before = moves[-1].ref if moves else self._file()
-            is_decided = key and any(entry.key == key for entry in moves)
+            # take all from one look at the entries: one written meanwhile has the next number
+            numbers = self._storage.list_numbers(self._prefix)
+            entries = []
+            for number in numbers:
+                try:
+                    entries.append(self._entry(number))
+                except CorruptError:
+                    if expected != "*":
+                        raise
+            before = entries[-1].ref if entries else None
+            is_decided = key and any(entry.key == key for entry in entries)
             if not is_decided and expected not in ("*", before):
                 raise ConflictError(
                     f"tag {self._run}/{self.name}",
                     f"expected {expected}, found {before}",
                     next="look at what the tag points at now, then tag again",
                 )
-            if is_decided or (numbers and before == target and not key):
-                self._write_file()
-                return
+            is_there = entries and (before, entries[-1].content_hash) == (target, content_hash)
+            if is_decided or (is_there and not key):
+                self._storage.flush(self._prefix)  # another process may not have done it yet
+                return None
             at = datetime.now(UTC).isoformat(timespec="milliseconds")
-            entry = Entry(at=at, before=before, ref=target, why=why, key=key, about=about)
-            # only one process can create the entry of this number
+            entry = Entry(
+                at=at,
+                before=before,
+                ref=target,
+                content_hash=content_hash,
+                why=why,
+                key=key,
+                about=about,
+            )
             number = max(numbers, default=0) + 1
             fields = entry.model_dump(mode="json") | self._place(number)
-            line = json.dumps({**fields, "checksum": digest(fields)})
-            prefix = f"{self._folder}/.{self.name}"
-            self._storage.make_prefix(prefix)
-            if self._storage.put_if_absent(f"{prefix}/{number:06d}", line.encode()):
-                self._write_file()
-                return
-
-    def _write_file(self) -> None:
-        """Make the files match the journal, even if another process moves the tag meanwhile."""
-        written = 0
-        while written != (newest := max(self._numbers(), default=0)):
-            written = newest
-            held = self._entry(written).ref
-            self._storage.write(f"{self._folder}/{self.name}", f"{held}\n".encode())
-            self._storage.write(f"{self._folder}/.{self.name}/newest", f"{written}\n".encode())
+            line = json.dumps({**fields, "checksum": digest(fields)}).encode()
+            # only one process can create the entry of this number
+            if self._storage.put_if_absent(f"{self._prefix}/{number:06d}.json", line, name=True):
+                return entry
 
     def _place(self, number: int) -> dict[str, Any]:
         """Return the fields that bind an entry to its tag and number."""
         return {"tag": f"{self._run}/{self.name}", "number": number}
 
-    def _disagreement(self, held: str | None) -> CorruptError:
-        return CorruptError(
-            f"{self._run} tag {self.name}",
-            f"the file says {self._file()}, its journal {held or 'is gone'}",
-            state="all versions are intact; nothing was changed.",
-            next=f"quiver tag {self.name} {held or self._file()}",
-        )
-
-    def _numbers(self) -> list[int]:
-        return self._storage.list_numbers(f"{self._folder}/.{self.name}")
-
-    def _newest(self) -> int:
-        """Return the highest number that was noted, or 0 if none was. Raises CorruptError."""
-        if "newest" not in self._storage.list(f"{self._folder}/.{self.name}"):
-            return 0
-        key = f".{self.name}/newest"
-        with self._reading(key):
-            return int(self._storage.read(f"{self._folder}/{key}"))
-
     def _entry(self, number: int) -> Entry:
-        key = f".{self.name}/{number:06d}"
-        with self._reading(key):
-            fields = read_json(self._storage.read(f"{self._folder}/{key}"))
+        key = f"{self._prefix}/{number:06d}.json"
+        try:
+            fields = read_json(self._storage.read(key))
             checksum = fields.pop("checksum")
             if checksum != digest(fields):
                 raise ValueError(f"checksum expected {printable(checksum)}, found {digest(fields)}")
             place = self._place(number)
             if {key: fields.pop(key) for key in place} != place:
                 raise ValueError("it is another entry's")
-            return _checked(Entry.model_validate(fields))
-
-    def _file(self) -> str | None:
-        with self._reading(self.name, may_be_absent=True):
-            text = self._storage.read(f"{self._folder}/{self.name}").decode().strip()
-            _require_number(text)
-            return text
-        return None
-
-    @contextmanager
-    def _reading(self, key: str, *, may_be_absent: bool = False) -> Iterator[None]:
-        """Turn an error from reading `key` into CorruptError.
-
-        With `may_be_absent`, a missing file is not an error.
-        """
-        try:
-            yield
+            entry = Entry.model_validate(fields)
+            for ref in filter(None, (entry.before, entry.ref)):
+                if not isinstance(refs.parse(ref).version, int):
+                    raise ValueError(f"{printable(ref)} names no version by its number")
+            return entry
         except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
-            if may_be_absent and isinstance(error, FileNotFoundError):
-                return
             raise CorruptError(
                 f"{self._run} tag {self.name}",
-                f"{key} cannot be read: {printable(error)}",
+                f"entry {number} cannot be read: {printable(error)}",
                 state="all versions are intact; nothing was changed.",
-                next=f"restore tags/{key} from a copy, or delete it and let the tag point at the "
+                next=f"restore {key} from a copy, or delete it and let the tag point at the "
                 "version that is meant",
             ) from None
-
-
-def _checked(entry: Entry) -> Entry:
-    """Return `entry` if its references have numbers. Raises ValueError."""
-    for ref in filter(None, (entry.before, entry.ref)):
-        _require_number(ref)
-    return entry
-
-
-def _require_number(ref: str) -> None:
-    if not isinstance(refs.parse(ref).version, int):
-        raise ValueError(f"{printable(ref)} names no version by its number")
 
 
 def is_name(name: str) -> bool:

@@ -1,14 +1,19 @@
 """The store as a reader sees it: immutable versions, each complete once it is visible.
 
-    STORE/store.json                          format, id
-    STORE/<run>/<kind>/v000003/               manifest.json + part-00000.arrow …
-    STORE/<run>/<kind>/.staging/<run_key>/    finished shards of an unfinished stage
-    STORE/<run>/<kind>/.index/                summary of all versions, made from the manifests
-    STORE/<run>/tags/<name>                   one reference; its journal is in tags/.<name>/
+    STORE/store.json                         format, id
+    STORE/<run>/<kind>/v000003/              manifest.json + part-00000-3fa9c1d2.arrow …
+    STORE/<run>/<kind>/v000003.expired       the mark that its data may be deleted
+    STORE/<run>/<kind>/.work/                unfinished work (see `writer`)
+    STORE/<run>/<kind>/.index                a cache of all manifests (see `listing`)
+    STORE/<run>/tags/<name>/000001.json      entries of a tag; the highest is the tag
+
+Three rules hold. Objects are written once and never changed; the exceptions are leases and caches.
+A version is its manifest: it exists from the moment when its manifest is there. Only data are
+deleted, never a manifest, and a mark says so first.
 
 Reading checks size and sha256 before it parses, and maps files into memory. There are no silent
-fallbacks: if the newest version is torn, `latest` is an error. The files of a version may expire
-(see `retention`); its manifest stays, and is visible `with_expired`. Writing is in `writer`.
+fallbacks: if the newest version is torn, `latest` is an error. A marked version is expired: only
+its manifest can be read, `with_expired`. Writing is in `writer`, deleting in `retention`.
 
     store = Store("store")
     rollouts = store.open("arith/rollouts@latest")
@@ -26,6 +31,7 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,18 +50,23 @@ from quiver.schemas.errors import (
 from quiver.schemas.manifest import FORMAT, FileEntry, Input, Manifest, from_json
 from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref
+from quiver.stages.core.files import storage_errors
 from quiver.stages.core.threads import map_in_threads
 
-from .index import Index, IndexEntry
-from .ledger import OPTIMIZER_FOLDER, Ledger, Tombstone
-from .storage import Storage, storage_errors
+from . import marks
+from .listing import EXPIRED, NO_OPTIMIZER, REMOVED, Listing, Summary
+from .marks import Mark
+from .storage import Storage
 from .tags import Entry, Tag, check_name, is_name
-from .trash import expired_error, gone_error, rescue
 
 if TYPE_CHECKING:
     import datasets
 
 log = logging.getLogger(__name__)
+
+
+OPTIMIZER_FOLDER = "optimizer"
+"""Folder of a policy's optimizer state, which may be deleted before the other files."""
 
 
 def schema_module(kind: str):
@@ -79,7 +90,7 @@ class VersionFiles:
     @property
     def folder(self) -> Path:
         """Folder on this host with all files. Nothing in it may be changed."""
-        return self._storage.path(self._prefix)
+        return self._storage.local(self._prefix)
 
     @property
     def names(self) -> list[str]:
@@ -88,32 +99,30 @@ class VersionFiles:
 
     def path(self, name: str) -> Path:
         """Return the path of a file on this host. It is not checked: see `Version.verify`."""
-        return self._storage.path(f"{self._prefix}/{name}")
+        return self._storage.local(f"{self._prefix}/{name}")
 
     def read(self, name: str) -> bytes:
         """Return all bytes of a file, checked."""
-        tombstone = self._version.tombstone
-        if tombstone is not None and name in tombstone.files:
-            return tombstone.files[name].encode()
+        mark = self._version.mark
+        if mark is not None and name in mark.files:
+            return mark.files[name].encode()
         self._version.verify(name)
         return self._storage.read(f"{self._prefix}/{name}")
 
-    def size(self, name: str) -> int | None:
-        """Return the actual size in bytes, or None if the file is missing."""
-        path = self.path(name)
-        return path.stat().st_size if path.is_file() and not path.is_symlink() else None
+    def sizes(self) -> dict[str, int]:
+        """Return the actual size in bytes of each file that is there, listed or not, by name."""
+        return self._storage.files(self._prefix)
 
 
 class Version:
     """One immutable version: reference, manifest, and data that is checked before it is parsed."""
 
-    def __init__(self, ref: Ref, storage: Storage, tombstone: Tombstone | None = None) -> None:
+    def __init__(self, ref: Ref, storage: Storage, mark: Mark | None = None) -> None:
         self.ref = ref
         self.files = VersionFiles(self, storage)
-        self.tombstone = tombstone
-        """Set if its files expired: the manifest is the ledger's copy, and data cannot be read."""
+        self.mark = mark
+        """Set if it expired: only its manifest can be read."""
         self._storage = storage
-        self._ledger = Ledger(storage, ref.run, ref.kind)
         self._checked: set[str] = set()
 
     def __repr__(self) -> str:
@@ -122,13 +131,11 @@ class Version:
     @cached_property
     def manifest(self) -> Manifest:
         """The version's manifest. Raises CorruptError if it is torn or belongs elsewhere."""
-        manifest = self._ledger.manifest(self.ref.version) if self.tombstone else None
-        if manifest is None:
-            try:
-                raw = self._storage.read(f"{self.ref.folder}/manifest.json")
-            except FileNotFoundError:
-                raise self.corrupt("manifest.json", "is missing") from None
-            manifest = from_json(raw, str(self.ref))
+        try:
+            raw = self._storage.read(f"{self.ref.folder}/manifest.json")
+        except FileNotFoundError:
+            raise self.corrupt("manifest.json", "is missing") from None
+        manifest = from_json(raw, str(self.ref))
         if manifest.ref != str(self.ref):
             raise self.corrupt("manifest.json", f"expected {self.ref}, found {manifest.ref}")
         names = schema_names(self.ref.kind)
@@ -161,34 +168,33 @@ class Version:
             is_meant = name in ("", entry.name) or (prefix and entry.name.startswith(prefix))
             if not is_meant or entry.name in self._checked:
                 continue
-            if name or self.tombstone:
+            try:
                 self.require(entry.name)
-            if self.tombstone_of(entry.name) is None:
                 unchecked.append(entry)
+            except LineageError:
+                if name or self.mark:
+                    raise
         map_in_threads(self._verify_file, unchecked)
 
     def require(self, name: str) -> None:
         """Raise LineageError if file `name` expired. `verify` checks the file itself."""
-        tombstone = self.tombstone_of(name)
-        if tombstone is not None:
-            folder = "" if self.tombstone else OPTIMIZER_FOLDER
-            raise expired_error(self._storage, self.ref, tombstone, folder)
-
-    def tombstone_of(self, name: str) -> Tombstone | None:
-        """Return the tombstone of file `name`; None if it should exist. Raises CorruptError."""
-        is_optimizers = name.startswith(f"{OPTIMIZER_FOLDER}/")
-        if self.tombstone or not is_optimizers or self.files.size(name) is not None:
-            return self.tombstone
-        return self._ledger.tombstone(self.ref.version, OPTIMIZER_FOLDER)
+        names = [EXPIRED] if self.mark else []
+        if name.startswith(f"{OPTIMIZER_FOLDER}/"):
+            names.append(NO_OPTIMIZER)
+        error = marks.gone_error(self._storage, self.ref, names)
+        if error is not None:
+            raise error
 
     def _verify_file(self, entry: FileEntry) -> None:
         name = entry.name
-        size = self.files.size(name)
-        if size is None:
-            raise gone_error(self._storage, self.ref) or self.corrupt(name, "is missing")
+        try:
+            size, sha256 = self._storage.check(f"{self.ref.folder}/{name}")
+        except FileNotFoundError:
+            # it may have expired since it was opened
+            error = marks.gone_error(self._storage, self.ref, (REMOVED, EXPIRED))
+            raise error or self.corrupt(name, "is missing") from None
         if size != entry.bytes:
             raise self.corrupt(name, f"expected {entry.bytes} bytes, found {size}")
-        sha256 = self._storage.sha256(f"{self.ref.folder}/{name}")
         if sha256 != entry.sha256:
             raise self.corrupt(name, f"sha256 expected {entry.sha256[:12]}…, found {sha256[:12]}…")
         self._checked.add(name)
@@ -267,7 +273,7 @@ class Store:
                 raise ConfigError(
                     f"store {self.path}", "is a file, not a folder", next="name a folder in --store"
                 )
-            if not self.storage.exists("store.json"):
+            if self.storage.stamp("store.json") is None:
                 self._create(create)
             self.id = self._read_marker()
         except QuiverError:
@@ -294,8 +300,7 @@ class Store:
                 next="name an empty or new folder",
             )
         with storage_errors(f"store {self.path}"):
-            self.storage.make_prefix("")
-            self.storage.put_if_absent("store.json", _marker().encode())
+            self.storage.put_if_absent("store.json", _marker().encode(), name=True)
 
     def _read_marker(self) -> str:
         """Return the id in store.json. Raises CorruptError."""
@@ -334,23 +339,16 @@ class Store:
         return [
             name
             for name in self.storage.list("")
-            if refs.NAME.fullmatch(name) and self._is_folder(name)
+            if refs.NAME.fullmatch(name) and self.storage.local(name).is_dir()
         ]
 
     def numbers(self, run: str, kind: str) -> list[int]:
         """Return the version numbers of one kind in one run, rising."""
-        index = self.index(run, kind)
-        if self.sees_expired:
-            return sorted({*index.expired(), *index.numbers()})
-        return index.numbers()
+        return self.listing(run, kind).visible(expired=self.sees_expired)
 
-    def index(self, run: str, kind: str) -> Index:
-        """Return the index of one kind, a summary of all its versions."""
-        return Index(self.storage, refs.check_name(run, "run"), kind)
-
-    def ledger(self, run: str, kind: str) -> Ledger:
-        """Return the ledger of one kind: all numbers ever given, including deleted versions."""
-        return Ledger(self.storage, refs.check_name(run, "run"), kind)
+    def listing(self, run: str, kind: str) -> Listing:
+        """List the versions of one kind in one run, and what of them is marked."""
+        return Listing(self.storage, refs.check_name(run, "run"), kind)
 
     def refs(self, run: str | None = None, kind: str | None = None) -> Iterator[Ref]:
         """Yield references of all visible versions, by run, kind and number."""
@@ -362,42 +360,59 @@ class Store:
         """Yield every visible version, by run, kind and number."""
         return map(self.version, self.refs(run, kind))
 
-    def entries(self, run: str | None = None) -> Iterator[tuple[Ref, IndexEntry]]:
-        """Yield the index entry of every visible version, by run, kind and number."""
-        for name in [run] if run else self.runs():
-            for kind in refs.KINDS:
-                for entry in self.index(name, kind).entries():
-                    yield Ref(name, kind, entry.number), entry
+    def summaries(self, run: str, kind: str) -> list[tuple[Ref, Summary]]:
+        """Return the summary of every visible version of one kind in one run, by number."""
+        listing = self.listing(run, kind)
+        numbers = set(listing.visible(expired=self.sees_expired))
+        return [
+            (Ref(run, kind, summary.number), summary)
+            for summary in listing.summaries()
+            if summary.number in numbers
+        ]
 
     def resolve(self, ref: str | Ref, run: str | None = None) -> Ref:
-        """Return the reference with its number. Raises LineageError if there is no such version.
+        """Return the reference with its number.
 
         `latest` is the highest number; a tag stands for the version it points at.
+
+        Raises:
+            LineageError: there is no such version, its data expired, or the tag's version was
+                replaced by another one.
         """
         parsed = refs.parse(ref, run)
         if isinstance(parsed.version, int):
-            if self._is_folder(parsed.folder):
-                return parsed
-            tombstone = self.ledger(parsed.run, parsed.kind).tombstone(parsed.version)
-            if tombstone is None:
+            names = [REMOVED]
+            if not self.sees_expired and not self._is_tagged(parsed):
+                names.append(EXPIRED)
+            error = marks.gone_error(self.storage, parsed, names)
+            if error is not None:
+                raise error
+            if not self.has_manifest(parsed) and not self.storage.list(parsed.folder):
                 raise self._nowhere(parsed, "there is no such version")
-            if not tombstone.expired:
-                raise self._nowhere(parsed, f"it was deleted on purpose: {tombstone}")
-            if self.sees_expired:
-                return parsed
-            raise expired_error(self.storage, parsed, tombstone)
+            return parsed
         if parsed.version == "latest":
             numbers = self.numbers(parsed.run, parsed.kind)
             if not numbers:
                 raise self._nowhere(parsed, f"run {parsed.run} has no {parsed.kind} yet")
             return parsed._replace(version=numbers[-1])
-        target = self._tag(parsed.run, parsed.version).ref()
-        if target is None:
+        entry = self._tag(parsed.run, parsed.version).newest()
+        if entry is None:
             raise self._nowhere(parsed, f"run {parsed.run} has no tag {parsed.version}")
-        tagged = refs.parse(target)
+        tagged = refs.parse(entry.ref)
         if tagged.kind != parsed.kind:
             raise self._nowhere(parsed, f"tag {parsed.version} points at {tagged}")
-        return self.resolve(tagged)
+        target = self.resolve(tagged)
+        if entry.content_hash not in ("", self.version(target).manifest.content_hash):
+            problem = f"tag {parsed.version} points at another version that had the number {target}"
+            raise self._nowhere(parsed, problem)
+        return target
+
+    def _is_tagged(self, ref: Ref) -> bool:
+        """Return True if a version is marked as expired and a tag points at it. Such a version did
+        not expire: the tag was moved to it while it was marked, and its data stay."""
+        if self.storage.stamp(marks.key_of(ref, EXPIRED)) is None:
+            return False
+        return any(self.tagged(ref.run, name) == str(ref) for name in self.tag_names(ref.run))
 
     def open(self, ref: str | Ref, run: str | None = None) -> Version:
         """Return the version that `ref` names, its manifest checked.
@@ -408,39 +423,50 @@ class Store:
         version.manifest  # noqa: B018  a torn manifest is found here, not later
         return version
 
-    def find(self, run: str, kind: str, run_key: str, above: int = -1) -> Version | None:
-        """Return the newest version with this run key and a number above `above`, or None.
+    def find(self, run: str, kind: str, run_key: str, *, skip: int = 0) -> Version | None:
+        """Return the newest version with this run key, or None.
 
-        An expired version is returned only if there is no other. A version with a torn manifest is
-        skipped with a warning.
+        An expired version is returned only if there is no other, and never a removed one. A version
+        with a torn manifest is skipped with a warning.
+
+        Args:
+            skip: ignore this many versions with this run key, the oldest ones.
         """
-        numbers = self.index(run, kind).find(run_key, expired=self.sees_expired)
-        for number in reversed(numbers):
+        listing = self.listing(run, kind)
+        visible = set(listing.visible(expired=self.sees_expired))
+        numbers = [number for number in listing.find(run_key)[skip:] if number in visible]
+        expired = listing.marks[EXPIRED]
+        # those with data are tried first, the newest first
+        for number in sorted(numbers, key=lambda number: (number in expired, -number)):
             version = self.version(Ref(run, kind, number))
             try:
-                if number > above and version.manifest.run_key == run_key:
+                if version.manifest.run_key == run_key:
                     return version
             except CorruptError as error:
                 log.warning("%s is passed over: %s", version.ref, error.message)
         return None
 
     def version(self, ref: Ref) -> Version:
-        """Return the version with this number, which may be torn. Raises CorruptError."""
+        """Return the version with this number, which may be torn or expired. Raises
+        CorruptError."""
         if self.storage.is_linked(ref.folder):
             raise CorruptError(
                 str(ref), "the folder is a link", next="replace the link by the folder itself"
             )
-        tombstone = None
-        if self.sees_expired and not self.exists(ref):
-            tombstone = self.ledger(ref.run, ref.kind).tombstone(ref.version)
-        return Version(ref, self.storage, tombstone)
+        mark = None if self._is_tagged(ref) else marks.read(self.storage, ref, EXPIRED)
+        return Version(ref, self.storage, mark)
 
     def exists(self, ref: Ref) -> bool:
-        """Return True if the version exists, torn or whole."""
-        return self._is_folder(ref.folder)
+        """Return True if the version is visible, torn or whole. Raises CorruptError."""
+        try:
+            self.resolve(ref)
+        except LineageError:
+            return False
+        return True
 
-    def _is_folder(self, key: str) -> bool:
-        return self.storage.path(key).is_dir()
+    def has_manifest(self, ref: Ref) -> bool:
+        """Return True if a version's manifest is there, whatever its marks."""
+        return self.storage.stamp(f"{ref.folder}/manifest.json") is not None
 
     def _nowhere(self, ref: Ref, why: str) -> LineageError:
         run = ref.run if ref.run in self.runs() else None
@@ -479,34 +505,38 @@ class Store:
         """
         check_name(name)
         target = self.resolve(ref, run)
+        if target.run != run:
+            raise ConfigError(
+                f"tag {run}/{name}",
+                f"cannot point at {target}, a version of another run",
+                next=f"quiver tag {name} {target}",
+            )
+        content_hash = ""
+        with suppress(CorruptError):
+            content_hash = self.version(target).manifest.content_hash
+        tag = self._tag(run, name)
         with storage_errors(f"{run} tag {name}"):
-            self._tag(run, name).move(str(target), expected, why, key, about or {})
-            self.hold(target)
+            entry = tag.move(str(target), content_hash, expected, why, key, about or {})
+            error = marks.gone_error(self.storage, target, (REMOVED, EXPIRED)) if entry else None
+            if error is not None:
+                # a collection marked it meanwhile, and may not have seen the entry
+                if entry.before is not None:
+                    undone = f"back from {target}, which expired"
+                    tag.move(entry.before, "", str(target), undone, "", {})
+                raise error
         return target
 
-    def hold(self, ref: Ref) -> None:
-        """Make sure a version stays that a tag points at, or that a stage at work reads.
-
-        This is no lease: the tag, or the stage's note of what it reads, protects the version from
-        later collections. Here a collection that has already begun to delete it is undone.
-
-        Raises LineageError if it is gone, BusyError if a collection does not end in time.
-        """
-        rescue(self.storage, ref)
-        self.resolve(ref)
-
     def tagged(self, run: str, name: str) -> str | None:
-        """Return the reference that tag `name` of `run` holds; None if there is no such tag."""
-        return self._tag(run, check_name(name)).ref()
+        """Return the reference that tag `name` of `run` holds; None if there is no such tag.
+
+        Raises CorruptError.
+        """
+        entry = self._tag(run, check_name(name)).newest()
+        return entry.ref if entry else None
 
     def tag_names(self, run: str) -> list[str]:
         """Return the names of all tags of `run`, sorted."""
-        names = {name.removeprefix(".") for name in self.storage.list(f"{run}/tags")}
-        return sorted(name for name in names if is_name(name))
-
-    def verify_tag(self, run: str, name: str) -> None:
-        """Raise CorruptError if the tag or its journal cannot be read, or if they disagree."""
-        self._tag(run, name).verify()
+        return [name for name in self.storage.list(f"{run}/tags") if is_name(name)]
 
     def history(self, run: str, name: str) -> list[Entry]:
         """Return the journal of tag `name` of `run`, oldest first; empty if it never moved.

@@ -9,36 +9,38 @@
         writer.finish(metrics={...})
         return staging.publish()
 
-Contents of `STORE/<run>/<kind>/.staging/` until the work is done:
+Contents of `STORE/<run>/<kind>/.work/` until the work is done:
 
-    KEY/                 shards
-    KEY.notes/           a note that makes each shard count, and each process's report
-    KEY.leases/          which processes are at work (see `leases`)
-    KEY.resume/          state from which a killed stage resumes
-    KEY.<worker>/        candidate: links to the shards, or a policy's files, and the manifest;
-                         this folder is renamed to publish it
+    KEY.0/            shards
+    KEY.0.notes/      a note that makes each shard count, and each process's report
+    KEY.0.leases/     which processes are at work (see `leases`)
+    KEY.0.resume/     state from which a killed stage resumes
+    KEY.0.TOKEN/      the shards while one process publishes them, or the policy that it writes
 
-The commit: shards are written, hashed and flushed one by one, each with a note that makes it count.
-Then a folder of links to them gets its manifest, flushed, and is renamed to the next number. If the
-number is taken, the rename fails and the process tries the next one. The parent folder is flushed,
-and only then is the version acknowledged.
+KEY is the run key, and 0 the attempt: the number of versions with this run key that existed before.
+So work that is repeated never touches the data of an earlier version.
 
-A version appears once, even if a process slept while another took over. A process checks its lease
-after its candidate is complete, right before the rename. A process that takes over creates the next
-number of the lease, removes the candidates of others, and then looks for the version: a later
-rename finds no folder, and writing another file into the removed candidate fails. A shard that the
-sleeping process wrote since is found by its hash: after a takeover the links are hashed again.
+A shard's name holds its hash, so two processes that write the same shard do not disturb each other.
+Its note is created only if absent: the first one decides which copy counts.
+
+The commit: shards are read back and compared with their notes. Then the process lists the versions
+(1), looks if one of them has its run key (2), looks at its lease (3), and publishes its manifest
+under the next number (4), which fails if the number is taken; then it starts again at (1). So a
+version appears once: a process that publishes number N has seen every version below N, and of two
+that try N, one fails and looks again. A process that slept, and lost its lease meanwhile, finds the
+version in (2), or that its lease is gone in (3). Leases only save work.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import math
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -60,27 +62,24 @@ from quiver.schemas.manifest import (
     Model,
     content_hash,
 )
-from quiver.schemas.refs import Ref, as_version
+from quiver.schemas.refs import Ref
+from quiver.stages.core.files import error_number, storage_errors
 from quiver.stages.core.store.plan import Plan
 from quiver.stages.core.threads import map_in_threads
 
 from .environment import environment
 from .leases import Lease, Leases, Link
-from .ledger import Ledger
 from .notes import (
-    KEPT_SUFFIXES,
     SHARD_NOTE,
     SOURCES,
-    make_folder,
+    WORK,
+    note_name,
     note_of,
     read_note,
     shard_name,
     summed_seconds,
 )
-from .reserve import keep_reserve
 from .sharing import CommittedByOther, SharedShards, SoleShards
-from .storage import error_number, storage_errors
-from .trash import rescue
 from .versions import Version, schema_module
 
 ROWS_PER_SHARD = 256
@@ -109,58 +108,56 @@ class Writer:
         self.committed: Version | None = None
         """The version, once it is committed."""
         self.shards: SoleShards | SharedShards | None = None
+        self.work = f"{plan.run}/{kind}/.work/{plan.run_key}.{plan.attempt}"
+        """Prefix of the shards; `.notes`, `.leases` and `.resume` follow it."""
         self._plan = plan
-        self._force = force
         self._name = f"{plan.run}/{kind}"
         self._storage = plan.store.storage
-        self._prefix = f"{self._name}/.staging/{plan.run_key}"
         self._worker = worker
-        self._candidate = f"{self._prefix}.{worker}"
         # libraries write a policy's files in place, so a process that slept must not share the
         # folder
-        self._files_prefix = self._candidate if kind == "policy" else self._prefix
+        self._files = f"{self.work}.{worker}" if kind == "policy" else self.work
         self._count: int | None = None
         self._started_at = time.monotonic()
         self._entries: tuple[FileEntry, ...] = ()
         self._schema_name = "policy/1"
         self._finished: dict[str, Any] | None = None
         self._ids: pa.ChunkedArray | None = None
-        # with force, existing versions do not count as finished work
-        numbers = plan.store.numbers(plan.run, kind) if force else []
-        self._ignored_up_to = max(numbers, default=-1)
+        # with force, the versions that were there before do not count as this work
+        self._skip = plan.attempt if force else 0
 
-    # -- the staging place
+    # -- unfinished work
 
     @property
     def folder(self) -> Path:
         """Folder on this host for a policy's files; its final contents are published."""
-        return self._storage.path(self._files_prefix)
+        return self._storage.folder(self._files)
 
-    def prepare(self, *, fresh: bool) -> None:
-        """Make the staging folders. With `fresh`, delete the work of an earlier attempt."""
-        with storage_errors(self._name):
-            if self._force:
-                self._storage.delete_tree(f"{self._prefix}.resume")
-            # notes first: no note may exist without its shard
-            for prefix in (f"{self._prefix}.notes", self._files_prefix):
-                if fresh:
-                    self._storage.delete_tree(prefix)
-                make_folder(self._storage, prefix)
+    @property
+    def room(self) -> Path:
+        """Folder on this host for files that are needed only while the work is done."""
+        return self._storage.folder(f"{self.work}.resume")
 
-    def remove_candidates(self) -> None:
-        """Remove the other processes' candidates, so that only this process can publish."""
-        staging, _, run_key = self._prefix.rpartition("/")
-        for name in self._storage.list(staging):
-            if name.startswith(f"{run_key}.") and not name.endswith(
-                (*KEPT_SUFFIXES, f".{self._worker}")
-            ):
-                self._storage.delete_tree(f"{staging}/{name}")
+    def discard(self) -> None:
+        """Delete the unfinished work of an earlier attempt to make this version."""
+        place, _, name = self.work.rpartition("/")
+        # notes first: no note may exist without its shard
+        self._storage.delete(f"{self.work}.notes")
+        for other in self._storage.list(place):
+            is_kept = other.endswith((".leases", ".resume"))
+            if other == name or (other.startswith(f"{name}.") and not is_kept):
+                self._storage.delete(f"{place}/{other}")
+
+    def take_up(self) -> None:
+        """Take back the shards that a process left which died, or sleeps, while it published them.
+        Only the holder of the lease may call it."""
+        self._storage.reclaim(self.work)
 
     def is_committed(self) -> bool:
         """Return True if the version exists by now, and then set `committed`."""
         if self.committed is None:
             self.committed = self._plan.store.find(
-                self.run, self.kind, self.run_key, self._ignored_up_to
+                self.run, self.kind, self.run_key, skip=self._skip
             )
         return self.committed is not None
 
@@ -190,21 +187,24 @@ class Writer:
         with storage_errors(self._name):
             noted = self.noted()
             if self.shards.is_sole and not noted:
-                self.delete_note("plan")  # nothing is finished, so nothing binds
-            elif self.read_note("plan") is None:
+                self.delete_note("cut")  # nothing is finished, so nothing binds
+            elif self.read_note("cut") is None:
                 for index in noted:  # the row count is unknown
                     self.drop(index)
-            self._storage.put_if_absent(f"{self._prefix}.notes/plan", note_of(fields))
-            begun_with = self.read_note("plan")
+            self._storage.put_if_absent(f"{self.work}.notes/cut", note_of(fields))
+            begun_with = self.read_note("cut")
             if begun_with is None:  # torn
-                self.write_note("plan", fields)
+                self.write_note("cut", fields)
             return (begun_with or fields)["rows_per_shard"]
 
     def has(self, index: int) -> bool:
         """Return True if shard `index` is finished and unchanged."""
         entry = self._note(index)
+        return entry is not None and self._is_whole(entry)
+
+    def _is_whole(self, entry: FileEntry) -> bool:
         try:
-            return entry is not None and entry == self._entry(entry.name, entry.rows)
+            return self._storage.check(f"{self.work}/{entry.name}") == (entry.bytes, entry.sha256)
         except (FileNotFoundError, CorruptError):
             return False
 
@@ -215,29 +215,30 @@ class Writer:
 
     def note_names(self) -> list[str]:
         """Return the names of all notes."""
-        return self._storage.list(f"{self._prefix}.notes")
+        return self._storage.list(f"{self.work}.notes")
 
     def read_note(self, name: str) -> dict[str, Any] | None:
         """Read a note. Returns None if it is missing or damaged."""
-        return read_note(self._storage, f"{self._prefix}.notes/{name}")
+        return read_note(self._storage, f"{self.work}.notes/{name}")
 
     def write_note(self, name: str, fields: dict[str, Any]) -> None:
-        """Write a note beside the shards."""
-        self._storage.write(f"{self._prefix}.notes/{name}", note_of(fields))
+        """Write a note beside the shards, replacing an earlier one."""
+        self._storage.put(f"{self.work}.notes/{name}", note_of(fields))
 
     def delete_note(self, name: str) -> None:
         """Delete a note."""
-        self._storage.delete(f"{self._prefix}.notes/{name}")
+        self._storage.delete(f"{self.work}.notes/{name}")
 
     def read(self, index: int) -> pa.Table:
         """Return a finished shard."""
-        return self._storage.read_table(f"{self._prefix}/{shard_name(index)}")
+        entry = self._note(index)
+        if entry is None:
+            raise FileNotFoundError(errno.ENOENT, "it is not finished", note_name(index))
+        return self._storage.read_table(f"{self.work}/{entry.name}")
 
     def drop(self, index: int) -> None:
         """Discard shard `index`, so that it is written again."""
-        name = shard_name(index)
-        self.delete_note(f"{name}.json")
-        self._storage.delete(f"{self._prefix}/{name}")
+        self.delete_note(note_name(index))
 
     def write(self, index: int, table: pa.Table) -> None:
         """Write shard `index`, flushed, then a note that makes it count.
@@ -251,11 +252,23 @@ class Writer:
             SchemaError: the table does not fit the kind.
         """
         kind_schema = schema_module(self.kind).check(table)
-        name = shard_name(index)
-        with storage_errors(f"{self._name} {name}"):
+        with storage_errors(f"{self._name} shard {index}"):
             rows = table.replace_schema_metadata(kind_schema.metadata).combine_chunks()
-            entry = self._write_shard(index, rows)
-            self.write_note(f"{name}.json", entry.model_dump(mode="json"))
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_file(sink, rows.schema) as arrow:
+                arrow.write_table(rows)
+            raw = sink.getvalue()
+            sha256 = hashlib.sha256(raw).hexdigest()
+            name = shard_name(index, sha256)
+            entry = FileEntry(name=name, bytes=raw.size, sha256=sha256, rows=len(rows))
+            # the same name has the same bytes, unless a power loss or the disk damaged them
+            is_new = self._storage.put_if_absent(f"{self.work}/{name}", raw)
+            if not is_new and not self._is_whole(entry):
+                self._storage.put(f"{self.work}/{name}", raw)
+            note = note_of(entry.model_dump(mode="json"))
+            key = f"{self.work}.notes/{note_name(index)}"
+            if not self._storage.put_if_absent(key, note) and not self.has(index):
+                self._storage.put(key, note)
             self.shards.written(index)
 
     def write_table(self, table: pa.Table) -> None:
@@ -267,40 +280,12 @@ class Writer:
         for index in self.take_shards(max(1, math.ceil(len(table) / rows))):
             self.write(index, table.slice(index * rows, rows))
 
-    def _write_shard(self, index: int, table: pa.Table) -> FileEntry:
-        name = shard_name(index)
-        key = f"{self._prefix}/{name}"
-        try:
-            with (
-                self._storage.create(key, if_absent=not self.shards.is_sole) as file,
-                pa.ipc.new_file(pa.PythonFile(file, "w"), table.schema) as arrow,
-            ):
-                arrow.write_table(table)
-        except (FileExistsError, CorruptError):
-            if self.has(index):
-                return self._note(index)  # another process wrote it first
-            # no note: its writer died first, and its bytes count only if they equal ours
-            with suppress(FileNotFoundError, CorruptError):
-                if self._storage.sha256(key) == file.sha.hexdigest():
-                    return self._entry(name, table.num_rows)
-            self._storage.delete(key)
-            return self._write_shard(index, table)
-        return FileEntry(
-            name=name, bytes=file.bytes, sha256=file.sha.hexdigest(), rows=table.num_rows
-        )
-
-    def _entry(self, name: str, rows: int = 0) -> FileEntry:
-        """Hash a staged file and return its manifest entry."""
-        key = f"{self._files_prefix}/{name}"
-        size = self._storage.size(key)
-        return FileEntry(name=name, bytes=size, sha256=self._storage.sha256(key), rows=rows)
-
     def _note(self, index: int) -> FileEntry | None:
         """Return the entry in a shard's note, or None if it is missing or damaged."""
-        name = shard_name(index)
-        fields = self.read_note(f"{name}.json")
-        is_its = fields is not None and fields["name"] == name
-        return FileEntry.model_validate(fields) if is_its else None
+        fields = self.read_note(note_name(index))
+        if fields is None or fields["name"] != shard_name(index, fields["sha256"]):
+            return None
+        return FileEntry.model_validate(fields)
 
     # -- what the manifest will say
 
@@ -360,27 +345,32 @@ class Writer:
             raise RuntimeError(f"{self._name}: the stage has not finished its writer")
         with self.phase("commit"), storage_errors(self._name):
             if self.kind == "policy":
-                names = self._storage.list_files(self._files_prefix)
-                for name in names:
-                    self._storage.settle(f"{self._files_prefix}/{name}")
-                self._entries = tuple(map_in_threads(self._entry, names))
+                names = list(self._storage.files(self._files))
+                keys = [f"{self._files}/{name}" for name in names]
+                checks = map_in_threads(self._storage.put_file, keys)
+                self._entries = tuple(
+                    FileEntry(name=name, bytes=size, sha256=sha256)
+                    for name, (size, sha256) in zip(names, checks, strict=True)
+                )
                 return
             indices = self.noted()
             self._entries = tuple(map(self._note, indices))
             count = len(indices) if self._count is None else self._count
             problem = None
             if indices != list(range(count)) or None in self._entries:
-                problem = f"shards {[*map(shard_name, indices)]} are not one row of numbers"
+                problem = f"shards {indices} are not one row of numbers"
+            elif not all(map_in_threads(self._is_whole, self._entries)):
+                problem = "a shard is not what was written"
             else:
                 table = pa.concat_tables(map(self.read, indices))
                 if self._ids is not None and self._ids != table["rollout_id"]:
                     problem = "its rows are not those that were asked for"
             if problem:
-                self.prepare(fresh=True)
+                self.discard()
                 raise CorruptError(
                     self._name,
                     problem,
-                    state="what was staged of it is thrown away; all versions are intact.",
+                    state="what was made of it is thrown away; all versions are intact.",
                     next="run the same command again",
                 )
             self._schema_name = kind_of(schema_module(self.kind).check(table))
@@ -391,6 +381,7 @@ class Writer:
         Raises:
             ConflictError: the plan allows one number only, and it is taken.
             BusyError: another process took over the lease.
+            CommittedByOther: another process has committed the version.
         """
         plan = self._plan
         schema = self._schema_name
@@ -407,58 +398,43 @@ class Writer:
             "bytes": {"data": sum(entry.bytes for entry in self._entries)},
             "seconds": summed_seconds([report["seconds"] for report in self.reports()]),
         }
-        candidate = self._candidate
-        index = plan.store.index(self.run, self.kind)
-        ledger = plan.store.ledger(self.run, self.kind)
-        first = plan.first_number if self.kind == plan.kinds[-1] else 1
+        sizes = {entry.name: entry.bytes for entry in self._entries}
         with storage_errors(self._name):
-            if self._files_prefix != candidate:
-                self._link_shards(lease)
-            self._storage.sync_folders(candidate)
-            ledger.prepare()
             while self.committed is None:
-                number = self._number(ledger, first, fields["content_hash"], index.numbers())
-                if plan.only_number not in (None, number):
-                    self._storage.delete_tree(candidate)
-                    raise ConflictError(
-                        f"{self._name}@{plan.only_number}",
-                        plan.if_number_taken,
-                        next="choose another name for the run",
-                    )
+                # this order makes sure that a version appears once: see the top of this file
+                number = self._next_number()
+                self.stop_if_committed()
                 manifest = Manifest(run=self.run, kind=self.kind, version=number, **fields)
-                self._storage.write(f"{candidate}/manifest.json", manifest.to_json())
                 ref = Ref(self.run, self.kind, number)
-                # the last look before the rename: another process may have taken over
                 if not lease.is_held():
                     raise taken_over(self._name)
-                if self._storage.publish(candidate, ref.folder):
-                    # if this process dies here, the next one notes the version in ledger and index
-                    ledger.note(manifest)
-                    index.add(manifest)
-                    keep_reserve(self._storage)
+                raw = manifest.to_json()
+                if self._storage.publish(self.work, self._worker, ref.folder, raw, sizes):
                     plan.store.written.add(str(ref))
                     self.committed = Version(ref, self._storage)
 
-    def _link_shards(self, lease: Lease) -> None:
-        """Link the shards into the candidate. Raises BusyError if one changed after sealing."""
-        self._storage.make_prefix(self._candidate, durable=False)
-        for entry in self._entries:
-            key = f"{self._candidate}/{entry.name}"
-            self._storage.copy_into(f"{self._prefix}/{entry.name}", key)
-            # another process may have written to a shard after it was sealed
-            is_after_others = lease.number > 1 or not self.shards.is_sole
-            if is_after_others and self._storage.sha256(key) != entry.sha256:
-                raise taken_over(self._name)
+    def _next_number(self) -> int:
+        """Return the number after the highest one that was ever given.
 
-    def _number(self, ledger: Ledger, first: int, content_hash: str, visible: list[int]) -> int:
-        """Return the next number, or the old one if a deleted version is made again."""
-        number = None
-        if not self._force:
-            is_imported = self._plan.only_number is not None
-            # an import is identified by its content alone, whatever run key it had
-            run_key = None if is_imported else self.run_key
-            number = ledger.number_of_deleted(content_hash, run_key, visible)
-        return ledger.next_number(first, visible) if number is None else number
+        Raises ConflictError if the plan allows one number only, and other work has it.
+        """
+        plan = self._plan
+        listing = plan.store.listing(self.run, self.kind)
+        # one look at a folder may miss a name that another process adds at that moment
+        while listing.given != (again := plan.store.listing(self.run, self.kind)).given:
+            listing = again
+        only = plan.only_number
+        if only is not None and only not in listing.given:
+            return only
+        if only in listing.numbers and only not in listing.find(self.run_key):
+            self._storage.delete(f"{self.work}.{self._worker}")
+            raise ConflictError(
+                f"{self._name}@{only}",
+                plan.if_number_taken,
+                next="choose another name for the run",
+            )
+        first = plan.first_number if self.kind == plan.kinds[-1] else 1
+        return max([first - 1, *listing.given]) + 1
 
 
 class Staging:
@@ -469,7 +445,7 @@ class Staging:
         self.worker = uuid.uuid4().hex[:12]
         self.writers = {kind: Writer(plan, kind, self.worker, force=force) for kind in plan.kinds}
         self.last = self.writers[plan.kinds[-1]]
-        self.leases = self._leases_of(plan.run_key)
+        self.leases = Leases(plan.store.storage, f"{plan.work}.leases")
         self.lease: Lease | None = None
         """The work lease, if this process does the work alone."""
         self._force = force
@@ -491,8 +467,6 @@ class Staging:
         lease = self.lease or self.last.shards.commit_lease
         if not lease.is_held():
             raise taken_over(self.plan.name)
-        for writer in self.writers.values():
-            writer.remove_candidates()
         *first_kinds, _ = self.plan.kinds
         metrics: dict[str, Any] = {}
         for kind in first_kinds:
@@ -502,14 +476,12 @@ class Staging:
             metrics[kind] = str(writer.committed.ref)
         if not self.last.shards.is_sole:
             metrics["workers"] = sum(report["shards"] > 0 for report in self.last.reports())
-        self.last.stop_if_committed()
         self.last.publish(lease, metrics)
         return self.committed
 
     @contextmanager
     def open_alone(self) -> Iterator[None]:
         """Do the work as the only process. Raises BusyError if another one is at it."""
-        self.leases.label = "alone"
         self.lease = self.leases.take_when_stale("work")
         if self.lease is None:
             raise self._busy(self.leases.holder("work"), " now")
@@ -520,9 +492,14 @@ class Staging:
                     raise self._busy(holder, " and others that share it")
             for writer in self.writers.values():
                 writer.shards = SoleShards(writer)
-                writer.remove_candidates()
-            # finished shards are worth keeping, half a checkpoint is not
-            self._prepare(fresh=self._force or self.last.kind == "policy")
+                # half a checkpoint is not worth keeping, nor the tables that are made with it
+                if self._force or self.last.kind == "policy":
+                    writer.discard()
+                else:
+                    writer.take_up()
+            if self._force:
+                self.plan.store.storage.delete(f"{self.last.work}.resume")
+            self._prepare()
             with self._ended_by_others():
                 yield
         finally:
@@ -538,7 +515,6 @@ class Staging:
         Raises BusyError if a process works on it alone.
         """
         writer, leases = self.last, self.leases
-        leases.label = "shared"
         presence = leases.take(f"worker-{self.worker}")
         try:
             deadline = time.monotonic() + _JOIN_SECONDS
@@ -546,7 +522,7 @@ class Staging:
                 if time.monotonic() > deadline:
                     raise self._busy(holder, " alone")
                 time.sleep(0.05)
-            self._prepare(fresh=False)
+            self._prepare()
             if writer.is_committed():
                 yield
                 return
@@ -559,86 +535,69 @@ class Staging:
             finally:
                 presence.release()
 
-    def _prepare(self, *, fresh: bool) -> None:
-        """Make the staging folders, and note which versions are read, so that none is deleted.
-
-        Stops if the version was committed meanwhile.
-        """
+    def _prepare(self) -> None:
+        """Note which versions are read, so that their data stay. Stops if the version was committed
+        meanwhile."""
         with self._ended_by_others():
             self.last.stop_if_committed()
-            for writer in self.writers.values():
-                writer.prepare(fresh=fresh)
             sources = [str(version.ref) for version in self.plan.inputs.values()]
             sources += [model.ref for model in self.plan.models]
             self.last.write_note(SOURCES, {"refs": sources})
-            for model_ref in filter(None, (as_version(model.ref) for model in self.plan.models)):
-                rescue(self.plan.store.storage, model_ref)  # not every stage reads its models
             for version in self.plan.inputs.values():
-                self.plan.store.hold(version.ref)
+                self.plan.store.resolve(version.ref)  # it may have expired before the note
 
     @contextmanager
     def _ended_by_others(self) -> Iterator[None]:
         """Wrap the work, and end it early if another process has committed the version.
 
-        What happens to an error of the work:
+        What happens to an error of the work, the first that is true:
 
             CommittedByOther                        swallowed; the version exists
             OutcomeUnknownError                     raised: it is from this process's own commit
-            lease held, a staged file vanished      BusyError: another process removed the file
-            lease held, other error                 raised
-            no lease, not committed, other error    raised (work is shared; commit lease not taken)
-            no lease, not committed, file vanished  BusyError: another process took over
-            lease lost, not committed               BusyError: another process took over
-            no lease or lost, version committed     swallowed, with a warning unless a file vanished
+            lease held                              raised
+            the version is committed                swallowed, with a warning
+            work is shared, no lease yet            raised
+            the lease was lost                      BusyError: another process took over
         """
         try:
             yield
         except CommittedByOther:
             return
-        except OutcomeUnknownError:  # from this process's own commit
+        except OutcomeUnknownError:
             raise
         except Exception as error:
             lease = self.lease or (self.last.shards and self.last.shards.commit_lease)
-            # a process that slept too long may have removed a staged file
-            is_disturbed = error_number(error) == errno.ENOENT and "/.staging/" in str(error)
-            if lease is not None and lease.is_held():
-                if is_disturbed:
-                    raise self._busy(None, " as well") from error
+            is_vanished = error_number(error) == errno.ENOENT and "/.work/" in str(error)
+            if lease is not None and lease.is_held() and not is_vanished:
                 raise
-            if not self.last.is_committed():
-                if lease is None and not is_disturbed:
-                    raise
-                raise taken_over(self.plan.name) from error
-            if not isinstance(error, FileNotFoundError):  # the staged files were removed since
-                log.warning(
-                    "%s was finished by others; here: %s", self.committed.ref, printable(error)
-                )
-
-    def _leases_of(self, run_key: str) -> Leases:
-        plan = self.plan
-        prefix = f"{plan.run}/{plan.kinds[-1]}/.staging/{run_key}.leases"
-        return Leases(plan.store.storage, prefix)
+            if self.last.is_committed():
+                if not isinstance(error, FileNotFoundError):  # its files were published since
+                    log.warning(
+                        "%s was finished by others; here: %s", self.committed.ref, printable(error)
+                    )
+                return
+            if lease is None and not is_vanished:
+                raise
+            raise taken_over(self.plan.name) from error
 
     def _sweep(self) -> None:
-        """Once the work is done, remove its staged files.
-
-        Also remove those left by finished work whose process died too early.
-        """
+        """Once the work is done, delete what is left of it, and of finished work whose process died
+        too early."""
         plan, storage = self.plan, self.plan.store.storage
         for kind in plan.kinds if self.committed else ():
-            staging = f"{plan.run}/{kind}/.staging"
-            names = storage.list(staging)
-            run_keys = {name.partition(".")[0] for name in names} - {plan.run_key}
-            is_done = plan.store.index(plan.run, kind).find
-            left_over = {key for key in run_keys if is_done(key) and not self._is_at_work(key)}
-            for name in reversed(names):  # notes before the shards that they describe
-                if name.partition(".")[0] in {plan.run_key, *left_over}:
-                    storage.delete_tree(f"{staging}/{name}")
-
-    def _is_at_work(self, run_key: str) -> bool:
-        """Return True if a process holds a lease of this other work, maybe a forced repeat."""
-        leases = self._leases_of(run_key)
-        return any(leases.holder(name) for name in leases.names())
+            place = f"{plan.run}/{kind}/.work"
+            listing = plan.store.listing(plan.run, kind)
+            attempts: dict[tuple[str, str], list[str]] = {}
+            for name in storage.list(place):
+                if match := WORK.fullmatch(name):
+                    attempts.setdefault((match[1], match[2]), []).append(name)
+            for (run_key, attempt), names in attempts.items():
+                is_own = self.last.work.endswith(f"/{run_key}.{attempt}")
+                is_done = len(listing.find(run_key)) > int(attempt)
+                leases = Leases(storage, f"{plan.name}/.work/{run_key}.{attempt}.leases")
+                if is_own or (is_done and not leases.holders()):
+                    for name in reversed(names):  # notes before the shards that they describe
+                        storage.delete(f"{place}/{name}")
 
     def _busy(self, holder: Link | None, manner: str) -> BusyError:
         process = f"process {holder.owner.pid}" if holder else "another process"
@@ -667,10 +626,8 @@ def open_staging(plan: Plan, *, force: bool = False, share: bool = False) -> Ite
             next="leave out force, or share",
         )
     staging = Staging(plan, force=force)
-    with storage_errors(plan.name):
-        plan.store.storage.make_prefix(f"{plan.run}/{plan.kinds[-1]}/.staging")
-        with staging.open_together() if share else staging.open_alone():
-            yield staging
+    with storage_errors(plan.name), staging.open_together() if share else staging.open_alone():
+        yield staging
 
 
 def taken_over(name: str) -> BusyError:

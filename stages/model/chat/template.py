@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.schemas.manifest import digest
 from quiver.schemas.plain import bad_text
+from quiver.stages.core.files import read_file
 from quiver.stages.core.run.scripts import AskedScript
-from quiver.stages.core.store.storage import read_file
 
 MEMORY = 2 * 1024**3
 Messages = list[dict[str, Any]]

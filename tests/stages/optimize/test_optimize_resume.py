@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from quiver.schemas.errors import ConfigError, NumericError, ResourceError
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.notes import note_of
-from quiver.stages.core.store.storage import Storage, sha256
+from quiver.stages.core.files import sha256_of as sha256
+from quiver.stages.core.store.storage import Storage
 from quiver.stages.optimize import resume, trainer
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config, trained

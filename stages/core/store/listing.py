@@ -1,0 +1,176 @@
+"""Numbers and marks of one kind in one run, and a summary of each manifest.
+
+    STORE/<run>/<kind>/v000003/                    a version
+    STORE/<run>/<kind>/v000003.expired             marks (see `marks`)
+    STORE/<run>/<kind>/v000003.expired.optimizer
+    STORE/<run>/<kind>/v000003.removed
+    STORE/<run>/<kind>/.index                      a line for each manifest that was read
+
+One listing of the folder gives all numbers and all marks. Manifests never change, so a line of the
+index is never out of date: manifests that have no line are read, and the index may be lost, torn or
+old. A torn manifest gets no line, so it is read again each time.
+
+Not of the spine: a version is found by its run key, and this file says how that stays quick.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import zlib
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from quiver.schemas.errors import CorruptError
+from quiver.schemas.manifest import Manifest, from_json
+from quiver.schemas.refs import Ref
+from quiver.stages.core.threads import map_in_threads
+
+from .storage import Storage
+
+EXPIRED, NO_OPTIMIZER, REMOVED = "expired", "expired.optimizer", "removed"
+"""Names of marks: all data of a version, a policy's optimizer state alone; removed by a user."""
+_MOST_BYTES = 612 * 1024 * 1024
+"""Largest index that is read: one line of about 130 bytes per version."""
+_NAME = re.compile(rf"^v([0-9]{{6,12}})(?:\.({EXPIRED}|{NO_OPTIMIZER}|{REMOVED}))?$", re.MULTILINE)
+_FIRST = re.compile(rb"^([0-9]+) ", re.MULTILINE)
+_LINE = re.compile(rb"^([0-9]+) ([0-9a-f]{64}) (\S+) ([0-9]+) ([0-9]+) (\S+)$", re.MULTILINE)
+
+_CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})",')
+"""The checksum in a manifest; the keys are sorted, so no other text comes before it."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The fields of a manifest that listings show."""
+
+    number: int
+    run_key: str = ""
+    stage: str = ""
+    rows: int = 0
+    bytes: int = 0
+    created: str = ""
+    error: str = ""
+    """Why the manifest cannot be read, or empty."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Summary:
+        """Build the summary of a manifest."""
+        num_bytes = sum(manifest.bytes.values())
+        return cls(
+            manifest.version,
+            manifest.run_key,
+            manifest.stage,
+            manifest.rows,
+            num_bytes,
+            manifest.created,
+        )
+
+    def line(self) -> bytes:
+        """Return its line in the index."""
+        fields = (self.number, self.run_key, self.stage, self.rows, self.bytes, self.created)
+        return " ".join(map(str, fields)).encode()
+
+
+class Listing:
+    """The versions of one kind in one run at one moment."""
+
+    def __init__(self, storage: Storage, run: str, kind: str) -> None:
+        self._storage = storage
+        self._run = run
+        self._kind = kind
+        self._folder = f"{run}/{kind}"
+        self._key = f"{self._folder}/.index"
+        numbers_of: dict[str, set[int]] = defaultdict(set)
+        for digits, mark in _NAME.findall("\n".join(storage.list(self._folder))):
+            if len(digits) == 6 or digits[0] != "0":
+                numbers_of[mark].add(int(digits))
+        self.numbers: list[int] = sorted(numbers_of[""])
+        """Numbers of all versions, whatever marks they have, rising."""
+        self.marks = {name: numbers_of[name] for name in (EXPIRED, NO_OPTIMIZER, REMOVED)}
+        """Numbers with each mark."""
+        self.given: set[int] = set().union(*numbers_of.values())
+        """All numbers that cannot be given again: of versions, and of marks alone."""
+
+    def visible(self, *, expired: bool) -> list[int]:
+        """Return the numbers of the versions that were not removed, and did not expire either
+        unless `expired`, rising."""
+        hidden = self.marks[REMOVED] | (set() if expired else self.marks[EXPIRED])
+        return [number for number in self.numbers if number not in hidden]
+
+    def summaries(self) -> list[Summary]:
+        """Return the summary of every version, rising."""
+        lines, torn = self._lines()
+        whole = [_parse(line) for line in _LINE.finditer(lines)]
+        return sorted([*whole, *torn], key=lambda summary: summary.number)
+
+    def find(self, run_key: str) -> list[int]:
+        """Return the numbers of all versions with this run key, rising."""
+        lines, _ = self._lines()
+        key = run_key.encode()
+        # searching the whole text is cheap, and often nothing has to be parsed
+        matches = _LINE.finditer(lines) if key in lines else ()
+        return [int(line[1]) for line in matches if line[2] == key]
+
+    def _lines(self) -> tuple[bytes, list[Summary]]:
+        """Return a line for each manifest that can be read, by number, and the torn ones."""
+        lines = b""
+        # a missing, torn or foreign index counts as empty
+        with suppress(OSError, ValueError):
+            checksum, lines = self._storage.read(self._key, _MOST_BYTES).split(b"\n", 1)
+            lines = lines if int(checksum, 16) == zlib.crc32(lines) else b""
+        indexed = set(map(int, _FIRST.findall(lines)))
+        summaries = map_in_threads(self._read, sorted(set(self.numbers) - indexed))
+        torn = [summary for summary in summaries if summary.error]
+        if len(torn) < len(summaries) or not indexed.issubset(self.numbers):
+            by_number = {int(line[1]): line[0] for line in _LINE.finditer(lines)}
+            by_number |= {summary.number: summary.line() for summary in summaries}
+            self._storage.flush(self._folder)  # their process may have died before its own flush
+            there = sorted(set(self.numbers) - {summary.number for summary in torn})
+            lines = b"".join(by_number[number] + b"\n" for number in there)
+            with suppress(OSError):  # without write permission, the store is read without an index
+                checksum = b"%08x\n" % zlib.crc32(lines)
+                self._storage.put(self._key, checksum + lines, durable=False)
+        return lines, torn
+
+    def _read(self, number: int) -> Summary:
+        """Build the summary of a version from its manifest."""
+        ref = Ref(self._run, self._kind, number)
+        try:
+            raw = self._storage.read(f"{ref.folder}/manifest.json")
+            summary = _quick(raw) or Summary.of(from_json(raw, str(ref)))
+            if summary.number == number:
+                return summary
+            error = CorruptError(f"{ref} manifest.json", f"is that of number {summary.number}")
+        except (FileNotFoundError, NotADirectoryError):
+            error = CorruptError(f"{ref} manifest.json", "is missing")
+        except CorruptError as caught:
+            error = caught
+        return Summary(number, error=f"{error.code} {error.object}: {error.message}")
+
+
+def _quick(raw: bytes) -> Summary | None:
+    """Read the summary of a whole manifest without building it; None if that does not work.
+
+    `from_json` takes a millisecond, too long for ten thousand manifests.
+    """
+    match = _CHECKSUM.search(raw)
+    if match is None:
+        return None
+    if hashlib.sha256(raw[: match.start()] + raw[match.end() :]).hexdigest().encode() != match[1]:
+        return None
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        fields = json.loads(raw)
+        names = ("version", "run_key", "stage", "rows")
+        summary = Summary(*(fields[name] for name in names), 0, fields["created"])
+        summary = replace(summary, bytes=sum(fields["bytes"].values()))
+        if _LINE.fullmatch(summary.line()):
+            return summary
+    return None
+
+
+def _parse(line: re.Match[bytes]) -> Summary:
+    number, run_key, stage, rows, num_bytes, created = (field.decode() for field in line.groups())
+    return Summary(int(number), run_key, stage, int(rows), int(num_bytes), created)
