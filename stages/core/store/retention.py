@@ -35,7 +35,7 @@ for a mark. A collection marks first, and then looks for tags and notes. So one 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
@@ -130,7 +130,8 @@ class Kept:
 
 def folders_of(store: Store) -> Iterator[str]:
     """Yield the keys in the store that must be folders, or absent."""
-    yield from filter(NAME.fullmatch, store.storage.list(""))
+    names = filter(NAME.fullmatch, store.storage.list(""))
+    yield from filter(store.storage.is_linked, names)  # runs
     for run in store.runs():
         yield f"{run}/tags"
         yield from (f"{run}/tags/{name}" for name in store.tag_names(run))
@@ -371,15 +372,18 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
         num_bytes = sum(_size(store, f"{work.place}/{name}") for name in work.names)
         if not apply or _sweep(store, work):
             collected.work.append((work, num_bytes))
+    # a version that is committed after this line is not looked at
+    there = [ref for run in rule.runs_of(store) for ref in store.refs(run)]
     kept = find_kept(store, rule.keep, rule.moments, rule.spared)
-    collected.marked = list(_not_kept(store, rule, kept))
+    collected.marked = list(_not_kept(store, there, kept))
     with storage_errors("gc"):
         for expiring in collected.marked if apply else ():
             _mark(store, rule, expiring)
-        # what came into use since the look above is seen now; later users see the mark
+        marked = list(_marked(store, rule, () if apply else collected.marked))
+        # what came into use before its mark is seen now; later users see the mark
         kept = find_kept(store, rule.keep, rule.moments, rule.spared)
         needed = {REMOVED: kept.in_use, EXPIRED: kept.versions, NO_OPTIMIZER: kept.optimizer}
-        for expiring, age in list(_marked(store, rule, () if apply else collected.marked)):
+        for expiring, age in marked:
             is_due = age >= rule.grace_seconds and expiring.ref not in needed[expiring.mark]
             if is_due and apply:
                 _delete_data(store, expiring.ref, expiring.mark)
@@ -391,23 +395,21 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
     return collected
 
 
-def _not_kept(store: Store, rule: Rule, kept: Kept) -> Iterator[Expiring]:
-    """Yield what to mark."""
-    for run, kind in product(rule.runs_of(store), KINDS):
-        listing = store.listing(run, kind)
-        for number in listing.visible(expired=False):
-            ref = Ref(run, kind, number)
-            name = EXPIRED
-            if ref in kept.versions:
-                has_optimizer = kind == "policy" and number not in listing.marks[NO_OPTIMIZER]
-                if not has_optimizer or ref in kept.optimizer:
-                    continue
-                name = NO_OPTIMIZER
-            with suppress(CorruptError):  # damaged versions stay; `verify` reports them
-                version = store.version(ref)
-                num_bytes = _bytes_of(version, name)
-                if version.manifest.run_key not in kept.run_keys and (num_bytes or name == EXPIRED):
-                    yield Expiring(ref, name, num_bytes)
+def _not_kept(store: Store, refs: Iterable[Ref], kept: Kept) -> Iterator[Expiring]:
+    """Yield what to mark of these versions."""
+    for ref in refs:
+        name = EXPIRED
+        if ref in kept.versions:
+            if ref.kind != "policy" or ref in kept.optimizer:
+                continue
+            name = NO_OPTIMIZER
+        with suppress(CorruptError):  # damaged versions stay; `verify` reports them
+            version = store.version(ref)
+            num_bytes = _bytes_of(version, name)
+            is_published = version.manifest.run_key in kept.run_keys
+            is_marked = marks.read(store.storage, ref, name) is not None
+            if not is_published and not is_marked and (num_bytes or name == EXPIRED):
+                yield Expiring(ref, name, num_bytes)
 
 
 def _bytes_of(version: Version, mark: str) -> int:
@@ -497,7 +499,7 @@ def _sweep(store: Store, work: Work) -> bool:
         if lease is None:
             return False
         try:
-            if any(holder.token != lease.token for holder in leases.holders()):
+            if len(leases.holders()) > 1:
                 return False
             for name in reversed(work.names):  # notes before the shards that they describe
                 store.storage.delete(f"{work.place}/{name}")

@@ -11,8 +11,9 @@ from quiver.schemas.errors import ConflictError, LineageError
 from quiver.schemas.refs import Ref, as_version, parse
 from quiver.stages.core.config import Config
 from quiver.stages.core.store import Store, Version
-from quiver.stages.core.store.collection import Rule, collect
-from quiver.stages.core.store.retention import remove
+from quiver.stages.core.store.listing import EXPIRED, NO_OPTIMIZER
+from quiver.stages.core.store.retention import Rule, collect, remove
+from quiver.stages.core.store.tags import previous
 from quiver.stages.model.checkpoints import as_model
 from tests.stages.core.store.test_store import table
 from tests.writing import begin
@@ -69,12 +70,22 @@ def visible(store: Store) -> list[str]:
 
 
 def with_state(store: Store) -> list[str]:
-    """Policies that have their optimizer state."""
+    """Policies whose optimizer state did not expire."""
     return [
-        str(ref)
-        for ref in store.refs(kind="policy")
-        if (store.path / ref.folder / "optimizer/state.safetensors").exists()
+        str(version.ref)
+        for version in store.versions(kind="policy")
+        if "optimizer/state.json" in version.files.names
+        and version.ref.version not in store.listing(*version.ref[:2]).marks[NO_OPTIMIZER]
     ]
+
+
+def expired_files(store: Store) -> list[str]:
+    """Files of versions that expired or were removed, and of optimizer states that expired."""
+    kept = {ref.folder for ref in store.refs()}
+    kept |= {f"{parse(ref).folder}/optimizer" for ref in with_state(store)}
+    names = [path.relative_to(store.path) for path in store.path.glob("*/*/v*/**/*.*")]
+    names = [name for name in names if name.name != "manifest.json"]
+    return [str(name) for name in names if str(name.parent) not in kept]
 
 
 def identity(version: Version) -> tuple[str, str]:
@@ -129,7 +140,7 @@ class History:
         make_policy(self.store, self.made, self.random.choice("ab"), **parents)
 
     def make_again(self) -> None:
-        """What was made before, of nothing: found, or under its old number again."""
+        """What was made before, of nothing: found, or made again under another number."""
         if self.made:
             make_table(self.store, self.random.randint(1, self.made), self.random.choice("ab"))
 
@@ -171,7 +182,7 @@ class History:
         collected = collect(self.store, Rule(keep, moments, grace), apply=True)
         after = set(visible(self.store))
         assert must_stay & before == after, "what is reachable stays, and nothing else"
-        gone = {str(candidate.ref) for candidate in collected.versions}
+        gone = {str(expiring.ref) for expiring in collected.marked if expiring.mark == EXPIRED}
         assert gone == before - after
         assert set(with_state(self.store)) == states & after & needed
         self.look_again(before - after)
@@ -200,8 +211,6 @@ class History:
             yield from list(self.store.refs(run, kind))[::-1][:count]
 
     def tagged(self) -> Iterator[Ref]:
-        from quiver.stages.core.store.tags import previous
-
         for run in self.store.runs():
             for name in self.store.tag_names(run):
                 yield parse(self.store.tagged(run, name))

@@ -6,34 +6,30 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from quiver.flows.cli import cleaning
 from quiver.flows.retention import Retention, clean_up
 from quiver.flows.verification import verify
-from quiver.schemas.errors import (
-    BusyError,
-    ConfigError,
-    ConflictError,
-    CorruptError,
-    LineageError,
-)
+from quiver.schemas.errors import ConflictError, CorruptError, LineageError
+from quiver.schemas.manifest import digest
 from quiver.schemas.refs import Ref
-from quiver.stages.core.store import Store, collection, trash
-from quiver.stages.core.store.collection import Rule, collect
-from quiver.stages.core.store.leases import Leases
-from quiver.stages.core.store.ledger import Ledger
-from quiver.stages.core.store.retention import find_kept, remove, restore
+from quiver.stages.core.store import Store, marks, retention
+from quiver.stages.core.store.listing import EXPIRED, REMOVED
+from quiver.stages.core.store.retention import Rule, collect, find_kept, remove
 from quiver.stages.core.store.storage import Storage
 from quiver.stages.model import checkpoints
 from tests.faults.seam import watched
 from tests.faults.sizes import sizes
 from tests.stages.core.store.histories import (
     History,
+    expired_files,
+    identity,
     make_policy,
     make_table,
     plan,
@@ -44,16 +40,13 @@ from tests.stages.core.store.test_store import table
 from tests.writing import begin
 
 ALL = Rule(keep=1, moments=1, grace_seconds=0)
+DAY_AGO = time.time() - 25 * 3600
 
 
 @pytest.fixture(autouse=True)
 def no_flushing(monkeypatch):
     """What is written here need not outlive a power loss."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
-
-
-def trash_bytes(store: Store) -> int:
-    return collection.size(store.storage, ".trash")
 
 
 def line(store: Store, length: int = 3) -> None:
@@ -73,7 +66,7 @@ def test_a_version_keeps_what_it_was_made_of_and_a_policy_only_as_a_root(store):
     assert visible(store)[4:] == [f"a/policy@{number}" for number in range(5)]
     collect(store, ALL, apply=True)
     assert visible(store) == ["a/logprobs@4", "a/policy@3", "a/policy@4"]
-    assert verify(store) == (3, [])
+    assert verify(store) == (3, []) and expired_files(store) == []
 
 
 def test_a_table_keeps_tables_and_the_policy_of_its_rows_and_prompts_keep_none(store):
@@ -112,20 +105,16 @@ def test_tags_hold_what_they_point_at_and_what_they_would_go_back_to(store):
 def test_what_cannot_be_told_stops_it(store):
     line(store)
     store.tag("a", "prod", "a/policy@1")
-    before = visible(store)
-    (store.path / "a/tags/.prod/000001").write_text("{")
+    before, entry = visible(store), store.path / "a/tags/prod/000001.json"
+    entry.write_text("{")
     for apply in (False, True):
         with pytest.raises(CorruptError, match="tag prod"):
             collect(store, ALL, apply=apply)
-    (store.path / "a/tags/.prod/000001").unlink()
-    store.tag("a", "prod", "a/policy@1")
+    entry.unlink()
     (store.path / "a/policy/v000003/manifest.json").write_text("{")
-    kept = find_kept(store, 1, 1)
-    assert len(kept.versions) == 6, "the ledger's copy says what it keeps"
-    shutil.rmtree(store.path / "a/policy/.ledger")
     with pytest.raises(CorruptError, match="a/policy@3"):
         collect(store, ALL, apply=True)
-    assert visible(store) == before and trash_bytes(store) == 0
+    assert visible(store) == before and list(store.path.glob("*/*/v*.expired*")) == []
 
 
 def test_damaged_versions_stay(store):
@@ -141,68 +130,55 @@ def test_damaged_versions_stay(store):
     ]
 
 
-def test_a_damaged_copy_of_a_manifest_is_written_anew_before_its_version_goes(store):
-    line(store)
-    manifest = store.open("a/policy@1").manifest
-    collect(store, Rule(), apply=True)
-    (store.path / f"a/policy/.ledger/v000001.{manifest.content_hash}").write_text("{")
-    collect(store, Rule(keep=1), apply=True)
-    assert store.with_expired().open("a/policy@1").manifest == manifest
-    assert restore(store, "a/policy@1")[1] == ["version", "optimizer"]
-    assert verify(store)[1] == []
-
-
 def test_what_the_command_says(store, capsys):
     line(store)
-    options = {"moments": 1, "grace_hours": 24, "store": str(store.path)}
-    cleaning.gc(keep=1, **options)
-    *rows, moved, lying = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows] == [
-        "a/policy@2",
-        *(f"a/logprobs@{number}" for number in (1, 2)),
-        *(f"a/policy@{number}" for number in (0, 1)),
-    ]
-    assert rows[0].split()[1] == "optimizer" and "kB would be moved to the trash" in moved
-    assert "would lie in the trash: what is there for 24 hours is deleted" in lying
-    cleaning.gc(apply=True, **options)
-    rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 2 + 2 and " moved to the trash, 0 B deleted" in rows[-2]
-    cleaning.gc(restore="a/policy@1", **options)
-    assert capsys.readouterr().out == "a/policy@1 is back\n"
+    gone = ["a/logprobs@1", "a/logprobs@2", "a/policy@0", "a/policy@1", "a/policy@2"]
+
+    def said(**options) -> list[str]:
+        cleaning.gc(keep=1, moments=1, store=str(store.path), **options)
+        return capsys.readouterr().out.splitlines()
+
+    *rows, last = said(grace_hours=24)
+    assert [row.split()[0] for row in rows] == gone and rows[-1].split()[1] == "optimizer"
+    assert last.startswith("0 B would be deleted; ") and "kB would be left" in last
+    assert "24 hours after they expired" in last and expired_files(store) == []
+    *rows, last = said(grace_hours=24, apply=True)
+    assert len(rows) == 5 and last.startswith("0 B deleted; ") and "kB left" in last
+    (last,) = said(grace_hours=0, apply=True)
+    assert "kB deleted; 0 B left" in last and expired_files(store) == []
 
 
-# -- where it goes
+# -- when it goes
 
 
 def test_by_default_only_optimizer_state_goes(store):
     line(store)
     looked = collect(store, Rule())
-    assert [str(candidate.ref) for candidate in looked.optimizer] == ["a/policy@1", "a/policy@2"]
-    assert looked.trash_bytes == sum(candidate.bytes for candidate in looked.optimizer) > 400
+    assert [str(expiring.ref) for expiring in looked.marked] == ["a/policy@1", "a/policy@2"]
+    assert sum(expiring.bytes for expiring in looked.marked) > 400
     assert with_state(store) == ["a/policy@1", "a/policy@2", "a/policy@3"], "it only looked"
     before = visible(store)
-    collect(store, Rule(), apply=True)
-    assert (visible(store), with_state(store)) == (before, ["a/policy@3"])
-    assert verify(store) == (len(before), []) and collect(store, Rule()).optimizer == []
-    policy = store.open("a/policy@1")
-    policy.verify()
-    assert checkpoints.model_config(policy)["vocab_size"] == 320
-    for use in (policy.verify, policy.files.read):
-        with pytest.raises(LineageError, match=r"files in optimizer/ expired .*gc, moments = 1"):
-            use("optimizer/state.json")
+    for rule in (Rule(), Rule(grace_seconds=0)):
+        collect(store, rule, apply=True)
+        assert (visible(store), with_state(store)) == (before, ["a/policy@3"])
+        assert verify(store) == (len(before), []) and collect(store, Rule()).marked == []
+        policy = store.open("a/policy@1")
+        policy.verify()
+        assert checkpoints.model_config(policy)["vocab_size"] == 320
+        for use in (policy.verify, policy.files.read):
+            with pytest.raises(LineageError, match=r"optimizer state expired: 20.*gc, moments = 1"):
+                use("optimizer/state.json")
+    assert expired_files(store) == []
     assert make_policy(store, 4, inputs={"policy": policy}).ref.version == 4, "it can be read"
 
 
-def test_what_lies_in_the_trash_for_the_grace_time_is_deleted_by_the_next(store):
-    line(store)
-    collect(store, Rule(keep=1), apply=True)
-    lying = trash_bytes(store)
-    assert lying > 0
-    again = collect(store, Rule(keep=1), apply=True)
-    assert (again.trash_bytes, again.deleted_bytes, trash_bytes(store)) == (lying, 0, lying)
-    collected = collect(store, ALL, apply=True)
-    assert (collected.deleted_bytes, trash_bytes(store)) == (lying, 0)
-    assert list((store.path / ".trash").iterdir()) == []
+def age(store: Store, hours: float) -> None:
+    """Let all marks be of so many hours ago."""
+    at = (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
+    for path in store.path.glob("*/*/v*.expired*"):
+        fields = {**json.loads(path.read_bytes()), "at": at}
+        del fields["checksum"]
+        path.write_text(json.dumps({**fields, "checksum": digest(fields)}))
 
 
 @pytest.mark.parametrize(
@@ -214,14 +190,13 @@ def test_what_lies_in_the_trash_for_the_grace_time_is_deleted_by_the_next(store)
     ],
     ids=["command", "recipe", "rule"],
 )
-def test_the_grace_time_is_a_day_where_nobody_says_another(store, clean):
+def test_data_stay_for_a_day_where_nobody_says_another(store, clean):
     make_table(store, 1), make_table(store, 2)
     collect(store, Rule(keep=1), apply=True)
     for hours, is_there in ((23.9, True), (24.1, False)):
-        (folder,) = (store.path / ".trash").iterdir()
-        folder.rename(folder.with_name(f"{int(time.time() - hours * 3600)}-1-00000000-0"))
+        age(store, hours)
         clean(str(store.path))
-        assert (trash_bytes(store) > 0) == is_there
+        assert bool(expired_files(store)) == is_there
 
 
 def test_a_run_that_cleans_up_leaves_others_alone(store):
@@ -234,258 +209,213 @@ def test_a_run_that_cleans_up_leaves_others_alone(store):
         *(f"b/logprobs@{number}" for number in (1, 2, 3)),
         *(f"b.eval/logprobs@{number}" for number in (1, 2, 3)),
     ]
-    lying = trash_bytes(store)
+    make_table(store, 8), make_table(store, 9)
+    collect(store, Rule(keep=1, runs=("a", "b")), apply=True)
+    left = expired_files(store)
     collect(store, Rule(1, 1, 0, runs=("b",)), apply=True)
-    assert trash_bytes(store) > lying, "what another run threw away waits for its own time"
+    assert expired_files(store) == [name for name in left if name.startswith("a/")] != []
 
 
-def test_what_is_needed_comes_back_however_long_it_lay_in_the_trash(store):
-    """As where a tag was moved while the version was taken away."""
+def test_numbers_stay_given_and_what_expired_is_made_again_under_another(store):
     line(store)
-    store.tag("a", "prod", "a/policy@1")
-    with trash.open_trash(store.storage) as turn:
-        assert turn.take(Ref("a", "policy", 1))
-    assert "a/policy@1" not in visible(store)
-    for apply in (False, True):
-        collect(store, ALL, apply=apply)
-    assert "a/policy@1" in visible(store) and verify(store)[1] == []
-
-
-def test_numbers_stay_given_and_only_the_same_work_gets_them_back(store):
-    line(store)
+    first = store.open("a/logprobs@1")
     collect(store, ALL, apply=True)
     assert str(make_table(store, 9).ref) == "a/logprobs@4"
-    assert make_table(store, 1).ref.version == 5, "of nothing: another work than the first"
     policy = make_policy(store, 0, state=False)
-    assert str(policy.ref) == "a/policy@0"
     again = make_table(store, 1, models={"policy": policy})
-    assert str(again.ref) == "a/logprobs@1" and verify(store)[1] == []
-    assert store.ledger("a", "logprobs").tombstone(1) is None
+    assert [str(policy.ref), str(again.ref)] == ["a/policy@4", "a/logprobs@5"]
+    assert identity(again) == identity(first) and verify(store)[1] == []
+    for seen in (store, store.with_expired()):
+        assert seen.find("a", "logprobs", again.manifest.run_key).ref == again.ref
+    assert make_table(store, 1, models={"policy": policy}).ref == again.ref, "it is done"
 
 
-def test_what_expired_says_so_and_can_be_brought_back(store):
-    line(store)
-    first = store.open("a/logprobs@1").table().to_pydict()
-    collect(store, Rule(keep=1), apply=True)
-    with pytest.raises(LineageError) as caught:
-        store.open("a/logprobs@1")
-    error = caught.value
-    assert "still lie in the trash: 20" in error.message and "gc, keep = 1" in error.message
-    assert error.next == "quiver gc --restore a/logprobs@1"
-    with pytest.raises(LineageError, match="expired"):
-        store.tag("a", "old", "a/logprobs@1")
-    assert store.tag_names("a") == []
-    assert restore(store, "a/logprobs@1")[1] == ["version"]
-    assert restore(store, "a/policy@2")[1] == ["optimizer"]
-    assert store.open("a/logprobs@1").table().to_pydict() == first
-    assert with_state(store) == ["a/policy@2", "a/policy@3"] and verify(store)[1] == []
-    with pytest.raises(ConfigError, match="nothing of it expired"):
-        restore(store, "a/policy@2")
-    for _ in range(2):
-        collect(store, ALL, apply=True)
-    with pytest.raises(LineageError) as caught:
-        store.open("a/logprobs@1")
-    assert caught.value.next == "quiver lineage a/logprobs@1"
-    with pytest.raises(LineageError, match="are deleted"):
-        restore(store, "a/logprobs@1")
-
-
-def test_a_version_that_expired_is_seen_by_its_manifest_where_that_is_asked(store):
+def test_what_expired_says_so_and_is_seen_by_its_manifest_where_that_is_asked(store):
     line(store)
     versions = {str(version.ref): version.manifest for version in store.versions()}
-    collect(store, ALL, apply=True)
-    seen = store.with_expired()
-    for ref, manifest in versions.items():
-        assert seen.open(ref).manifest == manifest
-        assert str(seen.find("a", manifest.kind, manifest.run_key).ref) == ref
+    collect(store, Rule(keep=1), apply=True)
+    for use in (store.open, lambda ref: store.tag("a", "old", ref)):
+        with pytest.raises(LineageError, match=r"its files expired: 20.* gc, keep = 1") as caught:
+            use("a/logprobs@1")
+        assert caught.value.next == "quiver lineage a/logprobs@1"
+    assert store.tag_names("a") == []
     assert store.find("a", "logprobs", versions["a/logprobs@1"].run_key) is None
-    expired = seen.open("a/policy@1")
-    assert checkpoints.context_length(expired) == 64 and checkpoints.end_token_ids(expired) == [2]
-    for use in (
-        expired.verify,
-        lambda: expired.files.read("model.safetensors"),
-        lambda: seen.open("a/logprobs@1").table(),
-    ):
-        with pytest.raises(LineageError, match="expired"):
-            use()
-    assert [str(ref) for ref in seen.refs()] == list(versions)
-    newer = make_table(store, 1, models={"policy": make_policy(store, 0, state=False)})
-    assert seen.find("a", "logprobs", newer.manifest.run_key).tombstone is None
+    seen = store.with_expired()
+    for rule in (Rule(), ALL):
+        collect(store, rule, apply=True)
+        for ref, manifest in versions.items():
+            assert seen.open(ref).manifest == manifest
+            assert str(seen.find("a", manifest.kind, manifest.run_key).ref) == ref
+        expired = seen.open("a/policy@1")
+        assert checkpoints.context_length(expired) == 64
+        assert checkpoints.end_token_ids(expired) == [2]
+        for use in (
+            expired.verify,
+            lambda: expired.files.read("model.safetensors"),
+            lambda: seen.open("a/logprobs@1").table(),
+        ):
+            with pytest.raises(LineageError, match="expired"):
+                use()
+        assert [str(ref) for ref in seen.refs()] == list(versions)
 
 
-def test_finding_what_expired_opens_as_few_files_however_many_did(store, monkeypatch):
-    opened = []
+def test_finding_what_expired_reads_as_few_objects_however_many_did(store, monkeypatch):
+    keys = []
     read = Storage.read
     monkeypatch.setattr(
-        Storage, "read", lambda self, key, *most: opened.append(key) or read(self, key, *most)
+        Storage, "read", lambda self, key, *most: keys.append(key) or read(self, key, *most)
     )
     counts = []
     for number in (4, 16):
-        for seed in range(len(store.ledger("a", "logprobs").content_hashes()), number):
+        for seed in range(len(store.listing("a", "logprobs").numbers), number):
             make_table(store, seed)
         run_key = store.with_expired().open("a/logprobs@2").manifest.run_key
         collect(store, ALL, apply=True)
-        opened.clear()
+        keys.clear()
         assert store.with_expired().find("a", "logprobs", run_key).ref.version == 2
-        rebuilt = len(opened)
-        opened.clear()
-        assert store.with_expired().find("a", "logprobs", run_key).ref.version == 2
-        counts.append(len(opened))
-        opened.clear()
-        make_table(store, 100 + number)
-        collect(store, ALL, apply=True)
-        opened.clear()
-        assert store.with_expired().find("a", "logprobs", run_key).ref.version == 2
-        assert len(opened) < rebuilt, "only what went since is read"
+        counts.append(len(keys))
     assert counts[0] == counts[1] <= 4
 
 
-def test_rm_goes_the_same_way_and_is_made_again(store):
+def test_what_rm_deletes_is_gone_at_once_and_made_again(store):
     line(store)
     run_key = store.open("a/logprobs@1").manifest.run_key
-    remove(store, "a/logprobs@1", "by hand")
-    assert trash_bytes(store) == 0 and not list((store.path / ".trash").iterdir())
-    with pytest.raises(LineageError, match=r"deleted on purpose.*by hand"):
-        store.with_expired().open("a/logprobs@1")
-    assert store.with_expired().find("a", "logprobs", run_key) is None
+    remove(store, "a/logprobs@1", "so\x1b" + "o" * 100_000)
+    assert expired_files(store) == []
+    seen = store.with_expired()
+    with pytest.raises(LineageError, match=r"removed on purpose: 20.* so\\x1bo") as caught:
+        seen.open("a/logprobs@1")
+    assert len(str(caught.value)) < 600 and seen.find("a", "logprobs", run_key) is None
+    again = make_table(store, 1, models={"policy": store.open("a/policy@0")})
+    assert (again.manifest.run_key, again.ref.version) == (run_key, 4)
 
 
 # -- against others
-
-
-@contextmanager
-def paused_gc(store: Store, monkeypatch, where: str):
-    """gc in another thread, which stops after its tombstones, or after its second look."""
-    reached, go_on = threading.Event(), threading.Event()
-    errors = []
-    looks = []
-    look = collection._candidates
-
-    def stop(*arguments):
-        looks.append(len(looks) + 1)
-        if (looks[-1], where) == (2, "tombstones"):
-            reached.set()
-            go_on.wait(20)
-        candidates = look(*arguments)
-        if (looks[-1], where) in ((1, "first look"), (2, "second look")):
-            reached.set()
-            go_on.wait(20)
-        return candidates
-
-    def work():
-        try:
-            collect(Store(store.path), Rule(keep=1, moments=1), apply=True)
-        except Exception as error:
-            errors.append(error)
-
-    monkeypatch.setattr(collection, "_candidates", stop)
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert reached.wait(20)
-    yield go_on
-    thread.join(20)
-    assert errors == [] and not thread.is_alive()
 
 
 def test_a_reader_reads_on_while_what_it_reads_is_deleted(store):
     """Its files are mapped. One that opened the version and has read nothing yet is told."""
     line(store)
     mapped = store.open("a/logprobs@1").table()
-    late = store.open("a/logprobs@1")
+    late, later = store.open("a/logprobs@1"), store.open("a/logprobs@1")
     expected = table(10).to_pydict()
     collect(store, Rule(keep=1), apply=True)
-    assert mapped.to_pydict() == expected
-    with pytest.raises(LineageError, match="still lie in the trash"):
-        late.table()
+    assert mapped.to_pydict() == late.table().to_pydict() == expected, "within the grace time"
     collect(store, ALL, apply=True)
-    assert trash_bytes(store) == 0 and mapped.to_pydict() == expected
-    with pytest.raises(LineageError, match="are deleted"):
-        late.table()
+    assert expired_files(store) == [] and mapped.to_pydict() == expected
+    with pytest.raises(LineageError, match="its files expired: 20"):
+        later.table()
     late = store.open("a/logprobs@3")
     remove(store, late.ref, "by hand")
-    with pytest.raises(LineageError, match=r"was deleted on purpose: .* by hand"):
+    with pytest.raises(LineageError, match=r"was removed on purpose: .* by hand"):
         late.table()
 
 
-@pytest.mark.parametrize("where", ["tombstones", "second look"])
-@pytest.mark.parametrize("need", ["tag", "input", "model"])
-def test_what_somebody_needs_while_it_goes_stays(store, monkeypatch, where, need):
+def when_called(monkeypatch, owner, name: str, act: Callable, *, call: int, before: bool) -> None:
+    """Let `act` happen right before or after a certain call of a function, the first being 1."""
+    real, calls = getattr(owner, name), []
+
+    def watched(*arguments, **options):
+        calls.append(name)
+        if before and len(calls) == call:
+            act()
+        answer = real(*arguments, **options)
+        if not before and len(calls) == call:
+            act()
+        return answer
+
+    monkeypatch.setattr(owner, name, watched)
+
+
+NEEDS = {
+    "tag": lambda store, stack, ref: store.tag("a", "prod", ref),
+    "input": lambda store, stack, ref: stack.enter_context(
+        begin(store, "b", "logprobs", **plan(7, inputs={"first": store.open(ref)}))
+    ),
+    "model": lambda store, stack, ref: stack.enter_context(
+        begin(store, "b", "logprobs", **plan(7, models={"first": store.open(ref)}))
+    ),
+}
+"""What may need a version: a tag, or a stage at work."""
+
+
+@pytest.mark.parametrize("need", NEEDS)
+def test_what_comes_into_use_right_before_its_mark_keeps_its_data(store, monkeypatch, need):
+    """A collection had looked already. Its second look sees the tag or the stage."""
     line(store)
-    first = store.open("a/policy@0" if need == "model" else "a/logprobs@1")
-    done = []
-
-    def tag():
-        store.tag("a", "prod", first.ref)
-        done.append(str(store.resolve("a/logprobs@prod")))
-
-    def stage():
-        with begin(store, "b", "logprobs", **plan(7, **{f"{need}s": {"first": first}})):
-            done.append(str(store.resolve(first.ref)))
-            time.sleep(0.2)
-
-    with paused_gc(store, monkeypatch, where) as go_on:
-        thread = threading.Thread(target=tag if need == "tag" else stage)
-        thread.start()
-        said_so = "a/tags/prod" if need == "tag" else "b/logprobs/.staging/*/sources"
-        deadline = time.monotonic() + 20
-        while not list(store.path.glob(said_so)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        go_on.set()
-        thread.join(20)
-    assert done == [str(first.ref)]
-    store.open(first.ref).verify()
-    assert store.ledger("a", first.ref.kind).tombstone(first.ref.version) is None
-    assert verify(store)[1] == []
-    assert "a/policy@1" not in visible(store), "the others went"
-
-
-@pytest.mark.parametrize("need", ["tag", "version"])
-def test_what_somebody_needed_right_before_its_tombstone_stays(store, monkeypatch, need):
-    """There was none to be seen then."""
-    line(store)
-    first = store.open("a/logprobs@1")
-    with paused_gc(store, monkeypatch, "first look") as go_on:
-        if need == "tag":
-            store.tag("a", "prod", first.ref)
-        else:
-            make_table(store, 9, inputs={"other": first})
-        go_on.set()
-    assert "a/logprobs@1" in visible(store) and verify(store)[1] == []
-    assert store.ledger("a", "logprobs").tombstones() == [(2, "")]
-    assert trash_bytes(store) > 0, "the others went"
-
-
-@pytest.mark.parametrize("need", ["tag", "stage"])
-def test_what_somebody_needs_right_after_rm_looked_stays(store, monkeypatch, need):
-    """There was no tombstone to be seen then either."""
-    line(store)
-    first = store.open("a/logprobs@1")
-    write_tombstone = Ledger.expire
+    ref = "a/policy@0" if need == "model" else "a/logprobs@1"
+    version = store.open(ref)
     with ExitStack() as stack:
+        act = lambda: NEEDS[need](store, stack, ref)  # noqa: E731
+        when_called(monkeypatch, retention, "find_kept", act, call=1, before=False)
+        for _ in range(2):
+            collect(store, ALL, apply=True)
+        version.verify()
+        # a tag is a way to ask for it later, too
+        assert store.exists(version.ref) == (need == "tag")
+    assert "a/policy@1" not in visible(store) and verify(store)[1] == []
+    if need == "tag":
+        assert store.open("a/logprobs@prod").table().num_rows == 2
+    else:
+        collect(store, ALL, apply=True)
+        assert expired_files(store) == []
 
-        def expire(*arguments, **options):
-            if need == "tag":
-                store.tag("a", "prod", first.ref)
-            else:
-                work = begin(store, "b", "logprobs", **plan(7, inputs={"rollouts": first}))
-                stack.enter_context(work)
-            write_tombstone(*arguments, **options)
 
-        monkeypatch.setattr(Ledger, "expire", expire)
-        with pytest.raises(ConflictError, match="points at it" if need == "tag" else "reads it"):
-            remove(store, first.ref)
-    assert store.open(first.ref).table().num_rows == 2 and verify(store)[1] == []
-    assert store.ledger("a", "logprobs").tombstones() == [] and trash_bytes(store) == 0
-
-
-def test_a_tombstone_of_one_that_died_is_taken_back_where_the_version_stays(store):
+@pytest.mark.parametrize("need", ["tag", "input"])
+@pytest.mark.parametrize("before", [True, False], ids=["first look", "second look"])
+def test_what_has_a_mark_is_refused_to_all_that_need_it(store, monkeypatch, need, before):
+    """Also where they asked right before the mark, and a collection has looked for the last time."""
     line(store)
-    for number, folder in ((1, ""), (2, ""), (2, "optimizer")):
-        store.ledger("a", "policy").expire(number, "gc", expired=True, folder=folder)
-    before = visible(store)
-    collect(store, Rule(keep=None, moments=None), apply=True)
-    assert (visible(store), store.ledger("a", "policy").tombstones()) == (before, [])
-    assert with_state(store) == ["a/policy@1", "a/policy@2", "a/policy@3"]
+    refused = []
+
+    def act():
+        with ExitStack() as stack, pytest.raises(LineageError, match="expired") as caught:
+            NEEDS[need](store, stack, "a/logprobs@1")
+        refused.append(caught.value.object)
+
+    when_called(monkeypatch, retention, "find_kept", act, call=2, before=before)
+    collect(store, ALL, apply=True)
+    assert refused == ["a/logprobs@1"] and expired_files(store) == []
+    assert store.tag_names("a") == [] and verify(store)[1] == []
+
+
+@pytest.mark.parametrize("need", NEEDS)
+def test_what_comes_into_use_right_before_rm_marks_it_stays(store, monkeypatch, need):
+    line(store)
+    ref = Ref("a", *(("policy", 0) if need == "model" else ("logprobs", 1)))
+    with ExitStack() as stack:
+        act = lambda: NEEDS[need](store, stack, str(ref))  # noqa: E731
+        when_called(monkeypatch, marks, "write", act, call=1, before=True)
+        with pytest.raises(ConflictError, match="points at it" if need == "tag" else "reads it"):
+            remove(store, ref)
+        store.open(ref).verify()
+    assert verify(store)[1] == []
+
+
+def test_a_collection_spares_what_a_tag_got_before_rm_marked_it(store, monkeypatch):
+    """rm sees the tag only at its second look; a collection saw the mark before."""
+    line(store)
+    ref = store.resolve("a/logprobs@1")
+
+    def act():
+        store.tag("a", "prod", ref)
+        marks.write(store.storage, ref, REMOVED, "by hand")
+
+    when_called(monkeypatch, retention, "find_kept", act, call=2, before=False)
+    collect(store, Rule(grace_seconds=0), apply=True)
+    store.storage.delete(marks.key_of(ref, REMOVED))
+    assert store.open("a/logprobs@prod").table().num_rows == 2
+
+
+def test_a_tag_that_moves_while_its_version_is_marked_goes_back(store, monkeypatch):
+    line(store)
+    store.tag("a", "prod", "a/logprobs@2")
+    ref = store.resolve("a/logprobs@1")
+    act = lambda: marks.write(store.storage, ref, EXPIRED, "gc")  # noqa: E731
+    when_called(monkeypatch, Storage, "put_if_absent", act, call=1, before=True)
+    with pytest.raises(LineageError, match="expired"):
+        store.tag("a", "prod", ref)
+    assert store.tagged("a", "prod") == "a/logprobs@2" and verify(store)[1] == []
 
 
 def test_what_a_stage_at_work_may_be_publishing_stays(store):
@@ -498,11 +428,16 @@ def test_what_a_stage_at_work_may_be_publishing_stays(store):
 
 def test_what_is_committed_meanwhile_is_not_touched(store, monkeypatch):
     line(store)
-    with paused_gc(store, monkeypatch, "tombstones") as go_on:
-        made = make_table(store, 9, inputs={"other": store.open("a/logprobs@3")})
-        again = make_table(store, 10)
-        go_on.set()
-    assert {str(made.ref), str(again.ref)} <= set(visible(store)) and verify(store)[1] == []
+    made = []
+
+    def act():
+        made.append(make_table(store, 9, inputs={"other": store.open("a/logprobs@3")}))
+        made.append(make_table(store, 10))
+
+    when_called(monkeypatch, retention, "find_kept", act, call=1, before=False)
+    collect(store, ALL, apply=True)
+    assert {str(version.ref) for version in made} <= set(visible(store))
+    assert verify(store)[1] == []
 
 
 def test_a_stage_at_work_holds_what_it_reads(store):
@@ -517,7 +452,7 @@ def test_a_stage_at_work_holds_what_it_reads(store):
     assert "a/logprobs@1" not in visible(store)
 
 
-def test_two_at_once_are_one_after_another(store):
+def test_several_at_once(store):
     for number in range(12):
         make_table(store, number)
     context = multiprocessing.get_context("fork")
@@ -531,105 +466,14 @@ def test_two_at_once_are_one_after_another(store):
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
     assert visible(store) == ["a/logprobs@12"] and verify(store) == (1, [])
+    collect(store, ALL, apply=True)
+    assert expired_files(store) == []
 
 
-def test_whoever_was_asleep_while_another_took_over_takes_nothing(store, monkeypatch):
-    monkeypatch.setattr(trash, "WAIT_SECONDS", 0)
-    line(store)
-    ref = store.resolve("a/logprobs@1")
-    with trash.open_trash(store.storage) as sleeper:
-        with pytest.raises(BusyError, match=f"process {os.getpid()} takes versions away just now"):
-            collect(store, ALL, apply=True)
-        sleeper.take(store.resolve("a/logprobs@2"))
-        other = Leases(store.storage, ".leases").take("gc", from_living=True)
-        with pytest.raises(BusyError, match="took over"):
-            sleeper.take(ref)
-        # it looked at its lease right before that: then its folder has another name by now
-        monkeypatch.setattr(type(other), "is_held", lambda self: True)
-        folder = store.path / f"{sleeper.folder}.open"
-        folder.rename(folder.with_suffix(""))
-        (folder.with_suffix("") / "a/logprobs").rename(folder.with_suffix("") / "moved")
-        make_prefix = Storage.make_prefix
-        monkeypatch.setattr(Storage, "make_prefix", lambda *_: None)
-        with pytest.raises(BusyError, match="took over"):
-            sleeper.take(ref)
-        monkeypatch.setattr(Storage, "make_prefix", make_prefix)
-    assert store.open(ref).table().num_rows == 2
+# -- unfinished work
 
 
-DEATHS = """
-import os, sys
-from quiver.stages.core.store import Store, collection, storage
-from quiver.stages.core.store.retention import remove
-
-os.fsync = lambda handle: None
-left = int(sys.argv[2])
-
-def counted(name):
-    real = getattr(os, name)
-    def call(*arguments, **options):
-        global left
-        if left == 0:
-            os.kill(os.getpid(), 9)
-        left -= 1
-        return real(*arguments, **options)
-    setattr(os, name, call)
-
-store = Store(sys.argv[1])
-for name in ("rename", "replace", "link", "unlink", "rmdir", "mkdir"):
-    counted(name)
-if sys.argv[3] == "rm":
-    remove(store, "a/logprobs@1")
-else:
-    collection.collect(store, collection.Rule(1, 1, 0), apply=True)
-"""
-"""One that dies before its n-th change of the disk."""
-
-
-@pytest.mark.parametrize("what", ["gc", "rm"])
-def test_killed_anywhere_the_next_one_finishes(tmp_path, what):
-    """Each of these is a process of its own only on paper: forks of one that has imported all."""
-    start = Store(tmp_path / "start")
-    line(start)
-    (start.path / ".trash/1700000000-1-00000000-0/a/logprobs/v000009").mkdir(parents=True)
-    (start.path / ".trash/1700000000-1-00000000-0/a/logprobs/v000009/part-00000.arrow").write_bytes(
-        b"x" * 99
-    )
-    content = {str(v.ref): v.manifest.content_hash for v in start.versions()}
-    code = compile(DEATHS, "deaths", "exec")
-    endings = set()
-    for changes in range(0, 400, 1 if what == "rm" else 3):
-        path = tmp_path / f"store{changes}"
-        shutil.copytree(start.path, path)
-        child = os.fork()
-        if not child:
-            try:
-                sys.argv = ["", str(path), str(changes), what]
-                exec(code, {"__name__": "deaths"})
-                os._exit(0)
-            except BaseException:
-                os._exit(1)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        endings.add(status)
-        store = Store(path)
-        for version in store.versions():  # no version is torn, and none is other content
-            version.verify()
-            assert version.manifest.content_hash == content[str(version.ref)]
-        for _ in range(2):
-            collect(store, ALL, apply=True)
-        assert visible(store) == ["a/logprobs@3", "a/policy@2", "a/policy@3"]
-        assert trash_bytes(store) == 0 and not list(path.glob("**/*.gone"))
-        assert find_kept(store, 1, 1).run_keys == set()
-        shutil.rmtree(path)
-        if status == 0:
-            break
-    assert endings == {0, -9}
-
-
-# -- staging
-
-
-def leave_staging(store: Store, number: int) -> str:
+def leave_work(store: Store, number: int) -> str:
     """What a killed stage leaves; its run_key."""
     code = (
         "import os, sys\n"
@@ -641,50 +485,46 @@ def leave_staging(store: Store, number: int) -> str:
         "    os._exit(0)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(store.path)], check=True)
-    (key,) = {path.name.split(".")[0] for path in (store.path / "a/logprobs/.staging").iterdir()}
+    (key,) = {path.name.split(".")[0] for path in (store.path / "a/logprobs/.work").iterdir()}
     return key
 
 
-def test_what_was_staged_and_given_up_goes_after_the_grace_time(store):
+def test_unfinished_work_that_was_given_up_goes_after_the_grace_time(store):
     make_table(store, 1)
-    run_key = leave_staging(store, 2)
-    staging = store.path / "a/logprobs/.staging"
-    assert collect(store, Rule(), apply=True).staging == []
-    lease = next((staging / f"{run_key}.leases/work").iterdir())
-    day_ago = time.time() - 25 * 3600
-    for path in staging.rglob("*"):
-        os.utime(path, (day_ago, day_ago))
-    (swept,) = collect(store, Rule()).staging
-    assert (swept.run_key, swept.bytes > 500) == (run_key, True) and lease.exists()
-    # somebody on another host, heard of just now
+    run_key = leave_work(store, 2)
+    work = store.path / "a/logprobs/.work"
+    assert collect(store, Rule(), apply=True).work == []
+    lease = next((work / f"{run_key}.0.leases/work").iterdir())
+    for path in work.rglob("*"):
+        os.utime(path, (DAY_AGO, DAY_AGO))
+    ((left, num_bytes),) = collect(store, Rule()).work
+    assert (left.run_key, num_bytes > 500) == (run_key, True) and lease.exists()
+    # a process on another host, heard of just now
     owner = {"boot_id": "x", "pid_namespace": 1, "pid": 1, "start_time": 1}
-    fields = {"owner": owner, "token": "t", "label": "", "released": False}
+    fields = {"owner": owner, "token": "t", "renewed_at": time.time()}
     lease.write_text(json.dumps(fields))
-    assert collect(store, Rule(grace_seconds=0), apply=True).staging == []
-    os.utime(lease, (day_ago, day_ago))
-    for path in (lease.parent, lease.parent.parent):
-        os.utime(path, (day_ago, day_ago))
-    assert len(collect(store, Rule(), apply=True).staging) == 1
-    assert list(staging.iterdir()) == []
-    with begin(store, "a", "logprobs", **plan(2)) as work:
-        assert not work.has(0)
-        assert collect(store, Rule(grace_seconds=0), apply=True).staging == []
-        work.write(0, make_table(store, 1).table())
-        assert work.commit().ref.version == 2
+    assert collect(store, Rule(grace_seconds=0), apply=True).work == []
+    lease.write_text(json.dumps({**fields, "released": True}))
+    for path in (lease, lease.parent, lease.parent.parent):
+        os.utime(path, (DAY_AGO, DAY_AGO))
+    assert len(collect(store, Rule(), apply=True).work) == 1
+    assert list(work.iterdir()) == []
+    with begin(store, "a", "logprobs", **plan(2)) as writer:
+        assert not writer.has(0)
+        assert collect(store, Rule(grace_seconds=0), apply=True).work == []
+        writer.write(0, make_table(store, 1).table())
+        assert writer.commit().ref.version == 2
 
 
-def test_what_was_staged_for_a_finished_version_goes_at_once(store):
-    run_key = leave_staging(store, 1)
-    staging = store.path / "a/logprobs/.staging"
-    shutil.copytree(staging, store.path.parent / "copy")
+def test_what_is_left_of_work_that_is_done_goes_at_once(store):
+    run_key = leave_work(store, 1)
+    work = store.path / "a/logprobs/.work"
+    shutil.copytree(work, store.path.parent / "copy")
     make_table(store, 1)
-    shutil.rmtree(staging)
-    shutil.move(store.path.parent / "copy", staging)
-    half = store.path / "a/logprobs/v000007.0a1b2c3d.gone"
-    half.mkdir()
-    swept = collect(store, Rule(), apply=True).staging
-    assert {leftover.run_key for leftover in swept} == {run_key, ""}
-    assert list(staging.iterdir()) == [] and not half.exists()
+    shutil.rmtree(work)
+    shutil.move(store.path.parent / "copy", work)
+    ((left, _),) = collect(store, Rule(), apply=True).work
+    assert left.run_key == run_key and list(work.iterdir()) == []
 
 
 @pytest.mark.parametrize("count", sizes(300, 10_000))
@@ -697,44 +537,18 @@ def test_leftovers_of_the_dead_cost_a_commit_nothing_and_all_go(store, count):
 
     changes_of_commit(1)
     expected = changes_of_commit(2)
-    staging, day_ago = store.path / "a/logprobs/.staging", time.time() - 86_400
+    work = store.path / "a/logprobs/.work"
     for number in range(count):
-        left = staging / f"{number:064x}"
+        left = work / f"{number:064x}.0"
         left.mkdir()
-        (left / "plan").write_text("{")
-        for path in (left / "plan", left):
-            os.utime(path, (day_ago, day_ago))
+        (left / "part").write_text("{")
+        for path in (left / "part", left):
+            os.utime(path, (DAY_AGO, DAY_AGO))
     assert changes_of_commit(3) <= expected
     assert verify(store)[1] == []
-    assert len(collect(store, Rule(), apply=True).staging) == count
-    assert list(staging.iterdir()) == []
+    assert len(collect(store, Rule(), apply=True).work) == count
+    assert list(work.iterdir()) == []
     assert store.numbers("a", "logprobs") == [1, 2, 3]
-
-
-def test_what_came_back_and_was_deleted_then_is_no_more_expired(store):
-    """Nobody looked in between."""
-    line(store)
-    collect(store, Rule(keep=1), apply=True)
-    index = store.index("a", "logprobs")
-    assert index.expired() == [1, 2]
-    restore(store, "a/logprobs@1")
-    remove(store, "a/logprobs@1")
-    assert index.expired() == [2]
-
-
-def test_a_long_reason_is_cut_where_it_is_told(store):
-    remove(store, make_table(store, 1).ref, "so\x1b" + "o" * 100_000)
-    with pytest.raises(LineageError) as caught:
-        store.open("a/logprobs@1")
-    assert "so\\x1bo" in str(caught.value) and len(str(caught.value)) < 600
-
-
-def test_what_was_put_aside_is_only_listed(store):
-    make_table(store, 1)
-    aside = store.path / ".quarantine/a-logprobs-9-0a1b2c3d"
-    aside.mkdir(parents=True)
-    (aside / "manifest.json").write_bytes(b"{" * 70)
-    assert collect(store, ALL, apply=True).quarantine == {aside.name: 70} and aside.exists()
 
 
 # -- by chance
@@ -745,8 +559,7 @@ def live_through(store: Store, seed: int, steps: int) -> None:
     history.run(steps)
     for _ in range(2):
         collect(store, ALL, apply=True)
-    assert trash_bytes(store) == 0 and not list((store.path / ".trash").glob("*"))
-    assert verify(store)[1] == []
+    assert expired_files(store) == [] and verify(store)[1] == []
 
 
 @pytest.mark.parametrize("seed", range(5))
