@@ -241,12 +241,12 @@ def test_what_expired_says_so_and_is_seen_by_its_manifest_where_that_is_asked(st
     assert store.tag_names("a") == []
     assert store.find("a", "logprobs", versions["a/logprobs@1"].run_key) is None
     seen = store.with_expired()
+    expired = seen.open("a/policy@1")
     for rule in (Rule(), ALL):
         collect(store, rule, apply=True)
         for ref, manifest in versions.items():
             assert seen.open(ref).manifest == manifest
             assert str(seen.find("a", manifest.kind, manifest.run_key).ref) == ref
-        expired = seen.open("a/policy@1")
         assert checkpoints.context_length(expired) == 64
         assert checkpoints.end_token_ids(expired) == [2]
         for use in (
