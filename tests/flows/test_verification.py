@@ -18,11 +18,11 @@ from quiver.schemas.errors import (
     QuiverError,
 )
 from quiver.schemas.manifest import FileEntry, Model, canonical, content_hash, digest
+from quiver.stages.core.files import sha256_of as sha256
 from quiver.stages.core.lineage import open_input
 from quiver.stages.core.store import Store, arrow_child
 from quiver.stages.core.store.arrow_check import ArrowCheck
-from quiver.stages.core.store.retention import quarantine, remove
-from quiver.stages.core.files import sha256_of as sha256
+from quiver.stages.core.store.retention import Rule, collect, put_aside, remove
 from quiver.stages.core.store.storage import Storage
 from quiver.stages.model.checkpoints import as_model
 from tests.stages.core.store.test_store import Settings, commit, work_on
@@ -48,15 +48,6 @@ def test_the_manifest_is_held_to_its_files(store):
     assert "says 5 rows" in said(store)
     rewrite(version, rows=4, content_hash="0" * 64)
     assert "content_hash is not that of its files" in said(store)
-
-
-def test_other_content_under_a_number_is_told(store):
-    """A folder that came from elsewhere, whole in itself."""
-    version = commit(store)
-    other = commit(Store(store.path.with_name("other")), shards=1)
-    shutil.rmtree(version.files.folder)
-    shutil.copytree(other.files.folder, version.files.folder)
-    assert "number 1 was given to other content" in said(Store(store.path))
 
 
 def test_an_unknown_schema_is_refused_by_every_reader(store):
@@ -85,7 +76,7 @@ def test_models_are_held_to_their_hashes(store, policy):
 
 def crafted(version) -> None:
     """An Arrow file whose offsets lead outside, with the right hash everywhere."""
-    path = version.files.folder / "part-00000.arrow"
+    (path,) = version.files.folder.glob("part-00000-*.arrow")
     raw = bytearray(path.read_bytes())
     offsets = raw.find((0).to_bytes(4, "little") + (2).to_bytes(4, "little"))
     raw[offsets + 4 : offsets + 8] = (0x7FFFFFF0).to_bytes(4, "little")
@@ -106,8 +97,7 @@ def test_a_crafted_arrow_file_with_the_right_hash_is_told(store, monkeypatch):
     crafted(version)
     with pytest.raises(CorruptError, match="cannot be parsed"):
         Store(store.path).open(version.ref).table()
-    shutil.rmtree(store.path / "a/logprobs/.ledger")
-    assert "part-00000.arrow" in said(store) and "cannot be parsed" in said(store)
+    assert version.files.names[0] in said(store) and "cannot be parsed" in said(store)
 
 
 @pytest.fixture
@@ -134,14 +124,15 @@ def test_a_file_is_held_to_the_rows_of_its_entry(store):
 
 
 def test_what_was_made_of_other_content_is_told(store):
-    """The input's number was given to other content, and nothing else knows."""
+    """A folder that came from elsewhere, whole in itself, has the input's number."""
     first = commit(store)
     commit(store, Settings(seed=1), inputs={"other": first})
+    store.tag("a", "prod", first.ref)
     other = commit(Store(store.path.with_name("other")), shards=1)
     shutil.rmtree(first.files.folder)
     shutil.copytree(other.files.folder, first.files.folder)
-    shutil.rmtree(store.path / "a/logprobs/.ledger")
-    assert "input a/logprobs@1 is not what it was" in said(Store(store.path), "a/logprobs@2")
+    assert "input a/logprobs@1 is not what it was" in said(Store(store.path))
+    assert "tag prod points at another version that had the number" in said(Store(store.path))
 
 
 def test_a_file_that_crashes_its_reader_crashes_a_child_alone(tmp_path, crashes):
@@ -156,27 +147,24 @@ def test_a_file_that_crashes_its_reader_crashes_a_child_alone(tmp_path, crashes)
         assert "FileNotFoundError" in check.problem(tmp_path / "nowhere.arrow")
 
 
-@pytest.mark.parametrize("damage", ["note", "shard"])
-def test_damage_in_staging_is_told(store, damage):
+@pytest.mark.parametrize("damaged", ["*.notes/part-00000.json", "*/part-00000-*.arrow"])
+def test_damage_of_unfinished_work_is_told(store, damaged):
     with pytest.raises(KeyboardInterrupt), work_on(store) as work:
         work.write(0, commit(Store(store.path.with_name("other")), shards=1).table())
         raise KeyboardInterrupt
     assert said(store) == ""
-    folder = next((store.path / "a/logprobs/.staging").glob("*.notes"))
-    path = folder / "part-00000.arrow.json"
-    if damage == "shard":
-        path = folder.with_suffix("") / "part-00000.arrow"
+    (path,) = (store.path / "a/logprobs/.work").glob(damaged)
     raw = bytearray(path.read_bytes())
     raw[-20] ^= 1
     path.write_bytes(raw)
-    assert "staged part-00000.arrow.json is not what was written" in said(store).replace(": ", " ")
+    assert "a/logprobs unfinished part-00000.json: is not what was written" in said(store)
     assert commit(store).manifest.rows == 4 and said(store) == ""
 
 
 @pytest.mark.parametrize("damage", [None, "note", "state", "gone"])
 def test_what_a_stage_goes_on_from_is_looked_at(store, damage):
     commit(store)
-    folder = store.path / f"a/policy/.staging/{'0' * 64}.resume"
+    folder = store.path / f"a/policy/.work/{'0' * 64}.0.resume"
     folder.mkdir(parents=True)
     state = folder / "state-000001-000001.safetensors"
     state.write_bytes(b"weights")
@@ -187,71 +175,59 @@ def test_what_a_stage_goes_on_from_is_looked_at(store, damage):
         state.write_bytes(b"Weights")
     elif damage == "gone":
         state.unlink()
-    assert ("staged progress: is not what was written" in said(store)) == (damage is not None)
+    assert ("unfinished progress: is not what was written" in said(store)) == (damage is not None)
 
 
 def test_a_manifest_that_is_endless_is_not_read(store):
     """Of 100 GB, which take no room on the disk."""
     version = commit(store)
+    (store.path / "a/logprobs/.index").unlink()
     os.truncate(version.files.folder / "manifest.json", 100 * 10**9)
     assert "has 100000000000 bytes" in said(store)
-    for _, entry in store.entries():
-        assert "has 100000000000 bytes" in entry.error
+    for _, summary in store.summaries("a", "logprobs"):
+        assert "has 100000000000 bytes" in summary.error
 
 
 def test_tags_are_looked_at(store):
     first, second = commit(store), commit(store, Settings(seed=1))
-    store.tag("a", "prod", second.ref)
     store.tag("a", "old", first.ref)
+    store.tag("a", "prod", second.ref)
     assert said(store) == ""
-    (store.path / "a/tags/prod").write_text("a/logprobs@7\n")
-    assert "the file says a/logprobs@7, its journal a/logprobs@2" in said(store)
-    versions_command.tag("prod", str(second.ref), store=str(store.path))
-    assert said(store) == "" and (store.path / "a/tags/prod").read_text() == "a/logprobs@2\n"
     shutil.rmtree(first.files.folder)
-    assert "tag old" in said(store) and "a/logprobs@1, which is gone" in said(store)
+    assert "tag old: points at a/logprobs@1: there is no such version" in said(store)
+    versions_command.tag("old", str(second.ref), store=str(store.path))
+    assert said(store) == "" and store.tagged("a", "old") == str(second.ref)
 
 
 def test_a_version_that_is_deleted_on_purpose_is_no_error(store):
     first = commit(store)
     commit(store, Settings(seed=1), inputs={"other": first})
     assert remove(store, "a/logprobs@1", "no longer needed") == (first.ref, ["a/logprobs@2"])
-    assert verify(store) == (1, [])
-    assert store.ledger("a", "logprobs").manifest(1).commit_id == first.manifest.commit_id
+    assert verify(store) == (1, []) and store.has_manifest(first.ref)
 
 
 UNSIGNED = json.dumps({"checksum": digest({})})  # whole, and says neither when nor why
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"at": 1}', "[" * 100_000, UNSIGNED])
-def test_a_tombstone_that_can_not_be_read_is_told(store, text):
+def test_a_mark_that_cannot_be_read_is_told(store, text):
     commit(store)
     commit(store, Settings(seed=1))
     remove(store, "a/logprobs@1")
-    (store.path / "a/logprobs/.ledger/v000001.expired").write_text(text)
-    assert "on purpose cannot be read" in said(store)
-    with pytest.raises(CorruptError, match="on purpose"):
+    mark = store.path / "a/logprobs/v000001.removed"
+    mark.write_text(text)
+    assert "the mark that the version's data may be deleted cannot be read" in said(store)
+    assert f"Next: rm {mark}" in said(store)
+    with pytest.raises(CorruptError, match="the mark"):
         store.open("a/logprobs@1")
-    assert commit(store).ref.version == 1 and said(store) == ""
+    assert commit(store).ref.version == 3, "it is a mark all the same"
 
 
-def test_a_copy_of_a_manifest_that_is_damaged_is_told(store):
-    commit(store)
-    (path,) = (store.path / "a/logprobs/.ledger").glob("v*")
-    path.write_bytes(path.read_bytes()[:-9])
-    assert (
-        f"is not the manifest that was written\nState: nothing was changed.\nNext: rm {path}"
-        in (said(store))
-    )
-    shutil.rmtree(store.path / "a/logprobs/v000001")
-    assert "Next: restore it from a copy" in said(store)
-
-
-@pytest.mark.parametrize("name", ["README", ".DS_Store", "vx.y", "v000003", "v000001.123"])
-def test_what_else_lies_in_the_ledger_is_nobodys(store, name):
-    commit(store)
-    (store.path / "a/logprobs/.ledger" / name).touch()
-    assert said(store) == ""
+@pytest.mark.parametrize("name", ["README", ".DS_Store", "vx.y", "v000003.old", "v0000001", "v1"])
+def test_what_else_lies_beside_versions_is_nobodys(store, name):
+    version = commit(store)
+    shutil.copytree(version.files.folder, version.files.folder.with_name(name))
+    assert verify(store) == (1, [])
     assert commit(store, Settings(seed=1)).ref.version == 2
 
 
@@ -265,15 +241,14 @@ WRONG = {
 PLACES = [
     "store.json",
     "a/logprobs/v000001/manifest.json",
-    "a/logprobs/v000001/part-00000.arrow",
+    "a/logprobs/v000001/SHARD",
+    "a/logprobs/v000001.expired",
+    "a/logprobs/v000002.removed",
     "a/logprobs/v000003",
-    "a/logprobs/.ledger",
     "a/logprobs/.index",
-    "a/logprobs/.index/versions",
-    "a/logprobs/.staging",
+    "a/logprobs/.work",
     "a/tags/prod",
-    "a/tags/.prod",
-    "a/tags/.prod/000001",
+    "a/tags/prod/000001.json",
 ]
 
 
@@ -285,14 +260,14 @@ def test_something_else_in_place_of_an_object_is_a_typed_error(store, place, wro
     commit(store, Settings(seed=1), shards=1)
     store.tag("a", "prod", first.ref)
     store.find("a", "logprobs", "0" * 64)
-    path = store.path / place
+    path = store.path / place.replace("SHARD", first.files.names[0])
     if path.is_dir():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
     WRONG[wrong](path)
     uses = [
-        lambda here: list(here.entries()),
+        lambda here: here.summaries("a", "logprobs"),
         lambda here: here.open("a/logprobs@1").table(),
         lambda here: here.open("a/logprobs@prod").table(),
         lambda here: here.history("a", "prod"),
@@ -300,6 +275,7 @@ def test_something_else_in_place_of_an_object_is_a_typed_error(store, place, wro
         lambda here: here.find("a", "logprobs", "1" * 64),
         lambda here: commit(here, Settings(seed=2), shards=1),
         lambda here: remove(here, "a/logprobs@2"),
+        lambda here: collect(here, Rule(keep=1), apply=True),
         verify,
     ]
     for use in uses:
@@ -307,24 +283,19 @@ def test_something_else_in_place_of_an_object_is_a_typed_error(store, place, wro
             use(Store(store.path))
 
 
-def test_a_version_with_another_way_to_write_its_number_is_none(store):
-    version = commit(store)
-    shutil.copytree(version.files.folder, version.files.folder.with_name("v0000001"))
-    assert store.numbers("a", "logprobs") == [1] and verify(store) == (1, [])
-
-
 def test_a_damaged_version_is_put_aside_and_made_again(store):
     first = commit(store)
     commit(store, Settings(seed=1), inputs={"other": first})
-    store.tag("a", "prod", first.ref)
     with pytest.raises(ConfigError, match="is whole"):
-        quarantine(store, "a/logprobs@1")
+        put_aside(store, "a/logprobs@1")
     (first.files.folder / "manifest.json").write_bytes(b"{")
-    ref, folder = quarantine(store, "a/logprobs@1")
-    assert ref == first.ref and (folder / "manifest.json").read_bytes() == b"{"
-    assert "E-LINEAGE" in said(store), "it is missing, not expired"
-    assert commit(store).ref == first.ref
-    assert said(store) == "" and str(store.resolve("a/logprobs@prod")) == "a/logprobs@1"
+    assert put_aside(store, "a/logprobs@1") == first.ref
+    collect(store, Rule(grace_seconds=0), apply=True)
+    names = {path.name for path in first.files.folder.iterdir()}
+    assert names == {"manifest.json", *first.files.names}, "they stay to be looked at"
+    with pytest.raises(LineageError, match=r"on purpose: 20.* damaged"):
+        store.open(first.ref)
+    assert commit(store).ref.version == 3 and store.listing("a", "logprobs").visible(expired=True)
 
 
 @pytest.mark.parametrize(

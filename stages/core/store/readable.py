@@ -32,8 +32,20 @@ def readable_entries(
         try:
             with storage_errors(f"{name}/{kind}"):
                 entries += store.summaries(name, kind)
+            continue
         except QuiverError as error:
-            errors.append(error)
+            problem = error
+        try:
+            refs = list(store.refs(name, kind))
+        except OSError:  # also CorruptError
+            errors.append(problem)
+            continue
+        for ref in refs:
+            try:
+                with storage_errors(ref):
+                    entries.append((ref, Summary.of(store.version(ref).manifest)))
+            except QuiverError as error:
+                errors.append(error)
     for name in runs:
         try:
             with storage_errors(f"{name}/tags"):

@@ -134,7 +134,6 @@ def folders_of(store: Store) -> Iterator[str]:
     yield from filter(store.storage.is_linked, names)  # runs
     for run in store.runs():
         yield f"{run}/tags"
-        yield from (f"{run}/tags/{name}" for name in store.tag_names(run))
         yield from (f"{run}/{kind}{name}" for kind in KINDS for name in ("", "/.work"))
 
 
