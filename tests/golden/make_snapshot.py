@@ -3,7 +3,7 @@
     python -m tests.golden.make_snapshot        # anew; only where the format is to change
 
 Two prompts, four rollouts and their rewards, with a tag; of a policy, which would be large, only
-its hashes. Indexes are left out, since they hold the times of the folders, and so is the reserve.
+its hashes. Indexes are left out: a format may be read without them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, wr
 
 PATH = Path(__file__).with_name("snapshot")
 POLICY = Model(role="policy", ref="a-folder", weights="w", tokenizer="t", template="m")
-NOT_KEPT = {".index", ".reserve", ".staging", ".leases"}
+NOT_KEPT = {".index", ".work"}
 
 
 def make(path: Path) -> Store:

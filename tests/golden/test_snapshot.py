@@ -30,7 +30,7 @@ def keys_by_file(path: Path) -> dict[str, set[str]]:
         is_json = file.read_bytes()[:1] == b"{"
         fields = flatten(json.loads(file.read_bytes())) if is_json else {}
         named = {key for key in fields if not key.startswith("environment.packages")}
-        keys[re.sub("[0-9a-f]{64}", "HASH", str(name))] = named
+        keys[re.sub(r"-[0-9a-f]{8}\.", "-HASH.", str(name))] = named
     return keys
 
 
