@@ -7,8 +7,8 @@ Inside `by_hand`, calls are made without Prefect; inside `tasks.as_tasks`, each 
 The block says which run and store the versions belong to, and where each stage runs.
 
 Within a run, a finished version stays finished after its files expire, because its manifest is
-enough. If an unfinished stage must read such files, they are restored from the trash, or made again
-by repeating the call this run used. A trained policy is never made again without being asked for.
+enough. If an unfinished stage must read such files, a new version is made by repeating the call this
+run used. A trained policy is never made again without being asked for.
 """
 
 from __future__ import annotations

@@ -445,10 +445,10 @@ def _newest(
     """Return the newest version of `kind` in the run of `source` that was made from it as `role`.
     With `model`, only versions made by a model of this role count."""
     run = source.ref.run
-    for entry in reversed(store.index(run, kind).entries()):
-        if entry.error or entry.created < source.manifest.created:
+    for ref, summary in reversed(store.summaries(run, kind)):
+        if summary.error or summary.created < source.manifest.created:
             continue
-        version = store.version(Ref(run, kind, entry.number))
+        version = store.version(ref)
         inputs = version.manifest.inputs
         roles = {each.role.partition(".")[0] for each in inputs if each.ref == str(source.ref)}
         if role in roles and (not model or version.manifest.model(model)):

@@ -134,7 +134,7 @@ def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
     )
     command = [*CLI, "run", "recipe.toml", *SCRIPTED]
     shell = subprocess.Popen(command, cwd=place, env=command_environment(place))
-    while not list(place.glob("store/tiny/rewards/.staging/*")):
+    while not list(place.glob("store/tiny/rewards/.work/*")):
         assert shell.poll() is None
         time.sleep(0.1)
     shell.kill()

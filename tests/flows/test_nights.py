@@ -1,4 +1,4 @@
-"""The table of nights, from a tag's journal; and the curve of nights with rows of their own."""
+"""The table of nights, from a tag's history; and the curve of nights with rows of their own."""
 
 import pytest
 

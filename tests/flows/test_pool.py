@@ -189,7 +189,7 @@ def test_ctrl_c_ends_the_stage_on_the_worker(place):
         cwd=place,
         env=command_environment(place),
     )
-    while not [*(place / "store/tiny/rollouts/.staging").glob("*.notes/*.json")]:
+    while not [*(place / "store/tiny/rollouts/.work").glob("*.notes/*.json")]:
         assert running.poll() is None, "the run ended before it could be stopped"
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)

@@ -95,11 +95,13 @@ class Noted(Config):
 
 
 def noted(store, kind, name, *, inputs=None, **about):
-    """A version of `kind` with no rows but in its manifest."""
+    """A version of `kind` that is whole only in its manifest."""
     options = {"stage": name, "stage_version": 1, "config": Noted(name=name), "force": True}
     with begin(store, "a", kind, inputs=inputs or {}, **options) as work:
         if "rows" in about:
             work.write_table(about.pop("rows"))
+        if kind == "policy":
+            (work.folder / "config.json").write_text("{}")
         return work.commit(**about)
 
 

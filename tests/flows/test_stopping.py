@@ -190,7 +190,7 @@ def test_a_stage_in_the_middle_of_a_step_ends_with_the_command(workplace):
     (workplace / "rewards.py").write_text(
         "def evenness(completion_ids, **_):\n    return [float(len(i)) for i in completion_ids]\n"
     )
-    steps = "store/tiny/policy/.staging/*"
+    steps = "store/tiny/policy/.work/*"
     running = begun(workplace, "optimize.epochs=1000000", file=steps)
     time.sleep(1)
     running.send_signal(signal.SIGINT)
