@@ -151,7 +151,8 @@ def test_one_more_iteration_adds_only_itself(workplace, result):
 
 def test_an_error_of_a_stage_is_three_lines(workplace, result):
     """No traceback without --debug, whatever Prefect would log; the store is as it was."""
-    path = Store(workplace / "store").open("tiny/rollouts@1").files.folder / "part-00000.arrow"
+    files = Store(workplace / "store").open("tiny/rollouts@1").files
+    path = files.path(files.names[0])
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     anew = ["--from", "reward", "--set", "data.held_out=null"]
@@ -207,9 +208,10 @@ SLOW_GENERATION = [
 
 def finished_shards(folder) -> dict[str, int]:
     """The shards of an unfinished rollouts version that are done, and when they were written."""
-    staging = folder / "store/tiny/rollouts/.staging"
-    written = {path.name: path.stat().st_mtime_ns for path in staging.glob("*/part-*.arrow")}
-    return {path.stem: written[path.stem] for path in staging.glob("*.notes/*.json")}
+    work = folder / "store/tiny/rollouts/.work"
+    written = {path.name: path.stat().st_mtime_ns for path in work.glob("*/part-*.arrow")}
+    notes = [json.loads(path.read_bytes()) for path in work.glob("*.notes/*.json")]
+    return {note["name"]: written[note["name"]] for note in notes}
 
 
 def start_and_wait_for_shards(folder, so_far: int) -> subprocess.Popen:
@@ -224,8 +226,8 @@ def start_and_wait_for_shards(folder, so_far: int) -> subprocess.Popen:
     running = subprocess.Popen(
         command, cwd=folder, env=command_environment(folder), start_new_session=True
     )
-    notes = folder / "store/tiny/rollouts/.staging"
-    while len([*notes.glob("*.notes/*.json")]) <= so_far:
+    work = folder / "store/tiny/rollouts/.work"
+    while len([*work.glob("*.notes/*.json")]) <= so_far:
         assert running.poll() is None, "the run ended before it could be stopped"
         time.sleep(0.01)
     return running

@@ -20,7 +20,7 @@ from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.metrics import groups_with_contrast
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.collection import Rule, collect
+from quiver.stages.core.store.retention import Rule, collect
 from quiver.stages.prompt.order import choose
 from quiver.stages.reward.measures import groups
 from tests.flows.conftest import RECIPE

@@ -75,7 +75,7 @@ def require_whole(store: Store, run: str, kind: str) -> None:
     """One version, of whole files, and nothing beside it."""
     assert len(store.numbers(run, kind)) == 1
     assert verify(store)[1] == []
-    assert list((store.path / run / kind / ".staging").iterdir()) == []
+    assert list((store.path / run / kind / ".work").iterdir()) == []
 
 
 def wait(condition) -> None:

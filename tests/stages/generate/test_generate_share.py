@@ -53,12 +53,12 @@ def store(alone, tmp_path) -> Store:
 
 
 def notes(store: Store) -> list[Path]:
-    return list((store.path / "tiny/rollouts/.staging").glob("*.notes/part-*.json"))
+    return list((store.path / "tiny/rollouts/.work").glob("*.notes/part-*.json"))
 
 
 def held_by(store: Store, worker) -> list[Path]:
     """Shards that this process has leased."""
-    leases = (store.path / "tiny/rollouts/.staging").glob("*.leases/shard-*/*")
+    leases = (store.path / "tiny/rollouts/.work").glob("*.leases/shard-*/*")
     holders = [(path, json.loads(path.read_text() or "{}")) for path in leases]
     return [
         path
@@ -132,10 +132,10 @@ def test_the_others_finish_the_work_of_one_that_was_killed(store, alone):
 def test_a_later_process_keeps_the_shards_of_those_that_were_killed(store, alone):
     """It keeps their size of a shard, too."""
     kill_early(store, count=2, shards=4)
-    names = {path.name.removesuffix(".json") for path in notes(store)}
+    names = {json.loads(path.read_bytes())["name"] for path in notes(store)}
     finished = {
         path.name: path.stat().st_ino
-        for path in store.path.glob("tiny/rollouts/.staging/*/part-*.arrow")
+        for path in store.path.glob("tiny/rollouts/.work/*/part-*.arrow")
         if path.name in names
     }
     assert perform(call(store, rows_per_shard=17)).cached is False
@@ -144,10 +144,10 @@ def test_a_later_process_keeps_the_shards_of_those_that_were_killed(store, alone
     assert {name: (folder / name).stat().st_ino for name in finished} == finished
 
 
-def test_shards_of_another_size_than_the_plan_says_are_made_again(store, alone):
+def test_shards_of_another_size_than_their_note_says_are_made_again(store, alone):
     kill_early(store)
-    (plan,) = store.path.glob("tiny/rollouts/.staging/*.notes/plan")
-    plan.write_bytes(note_of({"rows_per_shard": SHARD + 1}))
+    (cut,) = store.path.glob("tiny/rollouts/.work/*.notes/cut")
+    cut.write_bytes(note_of({"rows_per_shard": SHARD + 1}))
     with pytest.raises(CorruptError, match="were asked for") as caught:
         perform(call(store))
     assert caught.value.next == "run the same command again"

@@ -398,13 +398,13 @@ def test_kill_9_costs_at_most_one_shard(tmp_path):
     stage_run(config(samples_per_prompt=2, rows_per_shard=5), calm, **refs)
     command = [sys.executable, "-c", SCRIPT, str(killed.path)]
     child = subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE)
-    staging = killed.path / "tiny" / "rollouts" / ".staging"
-    while len(list(staging.glob("*.notes/part-*.json"))) < 3:
+    work = killed.path / "tiny/rollouts/.work"
+    while len(list(work.glob("*.notes/part-*.json"))) < 3:
         assert child.poll() is None
         time.sleep(0.01)
     os.kill(child.pid, signal.SIGKILL)
     child.communicate()
-    before = {path.name: path.stat().st_ino for path in staging.glob("*/part-*.arrow")}
+    before = {path.name: path.stat().st_ino for path in work.glob("*/part-*.arrow")}
     assert killed.numbers("tiny", "rollouts") == [] and 3 <= len(before) <= 7
     again = config(samples_per_prompt=2, rows_per_shard=3)
     version = killed.open(stage_run(again, killed, **refs))

@@ -268,12 +268,12 @@ def test_kill_9_changes_no_row(policy, store, names, kills):
     settings = config(names, **stage)
     refs = {"prompts": prompts.ref, "policy": policy.ref, "into": f"killed-{kills}"}
     fork = multiprocessing.get_context("fork")
-    staging = store.path / f"killed-{kills}/rollouts/.staging"
+    work = store.path / f"killed-{kills}/rollouts/.work"
     for seconds in np.random.default_rng(0).uniform(0, 0.5, kills):
-        found = shards_in(staging)
+        found = shards_in(work)
         child = fork.Process(target=in_a_group_of_its_own, args=(settings, store.path, refs))
         child.start()
-        while child.is_alive() and shards_in(staging) == found:
+        while child.is_alive() and shards_in(work) == found:
             time.sleep(0.01)
         time.sleep(seconds)
         os.killpg(child.pid, signal.SIGKILL)
@@ -290,9 +290,9 @@ def in_a_group_of_its_own(settings, path: Path, refs: dict) -> None:
     run_stage("generate", settings, Store(path), in_process=True, **refs)
 
 
-def shards_in(staging: Path) -> int:
+def shards_in(work: Path) -> int:
     """How many shards a killed stage would not do again."""
-    return len(list(staging.rglob("part-*.arrow.json")))
+    return len(list(work.glob("*.notes/part-*.json")))
 
 
 def untimed(row: dict) -> dict:

@@ -20,8 +20,8 @@ from quiver.schemas.errors import (
     SecurityError,
 )
 from quiver.stages.core.config import parse
+from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.runner import run_stage
-from quiver.stages.core.store import storage
 from quiver.stages.model import checkpoints
 from quiver.stages.model.checkpoints import PolicyConfig, as_model, save_policy
 from quiver.stages.model.folder import NAMED_TEMPLATES, PROCESSOR_FILES, check_folder
@@ -288,7 +288,7 @@ def test_a_disk_that_takes_no_more_weights_is_told(tmp_path):
     try:
         with (
             pytest.raises(ResourceError, match="a file is larger than") as caught,
-            storage.storage_errors("a/policy"),
+            storage_errors("a/policy"),
         ):
             save_file({"a": torch.zeros(10_000)}, tmp_path / WEIGHTS)
     finally:

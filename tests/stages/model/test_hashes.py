@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.core.files import sha256_of
 from quiver.stages.core.run.runner import Call, find, run_stage
-from quiver.stages.core.store import storage
 from quiver.stages.model import checkpoints, user_cache
 from quiver.stages.model.checkpoints import PolicyConfig
 from quiver.stages.model.user_cache import hash_files
@@ -33,14 +33,12 @@ def cache(tmp_path, monkeypatch):
 def hashed(monkeypatch):
     """Names of the files outside a store whose bytes were read to hash them."""
     names = []
-    sha256 = storage.sha256
 
     def counted(path):
-        if ".staging" not in path.parts and "policy" not in path.parts:
-            names.append(path.name)
-        return sha256(path)
+        names.append(path.name)
+        return sha256_of(path)
 
-    monkeypatch.setattr(storage, "sha256", counted)
+    monkeypatch.setattr(user_cache, "sha256_of", counted)
     return names
 
 

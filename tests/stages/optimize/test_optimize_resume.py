@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quiver.schemas.errors import ConfigError, NumericError, ResourceError
+from quiver.stages.core.files import sha256_of as sha256
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.notes import note_of
-from quiver.stages.core.files import sha256_of as sha256
 from quiver.stages.core.store.storage import Storage
 from quiver.stages.optimize import resume, trainer
 from tests.stages.optimize import world
@@ -89,7 +89,7 @@ def test_ten_steps_are_some_a_kill_and_the_rest_bit_for_bit(store, policy, made,
     resumed = train(into="killed")
     assert steps.count == 10 - saved, "those after the saved one are made again, no more"
     assert_equal(store, whole, resumed)
-    assert not list(store.path.glob("killed/policy/.staging/*")), "it goes with the staging place"
+    assert not list(store.path.glob("killed/policy/.work/*")), "it goes with the rest"
 
 
 @pytest.mark.parametrize(("chosen", "minutes"), [({"resume_minutes": 40}, 40), ({}, 15)])
@@ -184,28 +184,28 @@ DAMAGE = {
 def test_after_kill_9_a_state_that_is_not_whole_is_made_again(died, tmp_path, steps, damage):
     path, policy, made = died
     store = Store(shutil.copytree(path, tmp_path / "store"))
-    folder = next(store.path.glob("killed/policy/.staging/*.resume"))
+    folder = next(store.path.glob("killed/policy/.work/*.resume"))
     DAMAGE[damage](next(folder.glob("*.safetensors")), folder / "progress")
     resumed = trained(store, store.open(policy), made, config(**TEN_STEPS), into="killed")
     assert steps.count == (5 if damage == "none" else 10)
     assert_equal(store, store.open("whole/policy@1"), resumed)
-    assert not list(store.path.glob("killed/policy/.staging/*.resume"))
+    assert not list(store.path.glob("killed/policy/.work/*.resume"))
 
 
 def test_a_state_on_a_disk_that_fails_for_a_moment_is_kept(died, tmp_path, steps, monkeypatch):
     path, policy, made = died
     store = Store(shutil.copytree(path, tmp_path / "store"))
-    (state,) = store.path.glob("killed/policy/.staging/*.resume/*.safetensors")
-    hashed = Storage.sha256
+    (state,) = store.path.glob("killed/policy/.work/*.resume/*.safetensors")
+    check = Storage.check
 
     def fail(storage, key):
         if key.endswith(state.name):
             raise OSError(errno.EIO, "Input/output error")
-        return hashed(storage, key)
+        return check(storage, key)
 
     again = partial(trained, store, store.open(policy), made, config(**TEN_STEPS), into="killed")
     with monkeypatch.context() as failing, pytest.raises(ResourceError, match="input/output error"):
-        failing.setattr(Storage, "sha256", fail)
+        failing.setattr(Storage, "check", fail)
         again()
     assert state.exists()
     assert_equal(store, store.open("whole/policy@1"), again())

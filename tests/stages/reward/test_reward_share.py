@@ -73,12 +73,10 @@ def test_kill_9_of_one_is_nothing_to_the_other(rollouts, tmp_path):
     other = copy(rollouts, tmp_path / "alone")
     perform(call(other, "mine.py:slow"))
     killed, left = start(call(rollouts, "mine.py:slow"), 2)
-    staging = rollouts.path / "arith/rewards/.staging"
+    work = rollouts.path / "arith/rewards/.work"
 
     def has_a_shard(pid: int) -> bool:
-        holders = [
-            json.loads(path.read_text() or "{}") for path in staging.glob("*.leases/shard-*/*")
-        ]
+        holders = [json.loads(path.read_text() or "{}") for path in work.glob("*.leases/shard-*/*")]
         return any(holder.get("owner", {}).get("pid") == pid for holder in holders)
 
     wait(lambda: has_a_shard(killed.pid))
@@ -105,9 +103,10 @@ def test_kill_9_with_an_answer_at_hand(rollouts, tmp_path, record_property, plac
 
         killed(steps, f"{place}@{time}")
         folder = store.path / "arith/rewards"
-        notes = folder.glob(".staging/*.notes/part-*.json")
+        noted = [json.loads(note.read_bytes()) for note in folder.glob(".work/*.notes/part-*.json")]
         inodes = {
-            note.stem: (note.parent.with_suffix("") / note.stem).stat().st_ino for note in notes
+            note["name"]: next(folder.glob(f".work/*/{note['name']}")).stat().st_ino
+            for note in noted
         }
         outcome = run(scored)
         assert (outcome.ref, outcome.cached) == ("arith/rewards@1", place == "flow.answered")

@@ -30,7 +30,7 @@ def picky(completions, answer):
 
 def patient(completions):
     # fails once the first shard is there
-    while "boom" in completions and not list(pathlib.Path("store").rglob("part-00000.arrow.json")):
+    while "boom" in completions and not list(pathlib.Path("store").rglob("part-00000.json")):
         time.sleep(0.01)
     return [1 / (text != "boom") for text in completions]
 
@@ -211,10 +211,10 @@ def test_what_may_fail_decides_no_row(store, score, sample):
     rollouts = sample([["boom"] * 4 + ["fine"] * 300], {"answer": [7]})
     with pytest.raises(RewardError, match="1 finished shards are kept"):
         score(rollouts, "mine.py:patient")
-    (staged,) = (store.path / "arith/rewards/.staging").glob("*/part-00000.arrow")
-    made = staged.stat().st_mtime_ns
+    (shard,) = store.path.glob("arith/rewards/.work/*/part-00000-*.arrow")
+    made = shard.stat().st_mtime_ns
     version = score(rollouts, "mine.py:patient", max_invalid=0.02)
-    assert (version.files.folder / "part-00000.arrow").stat().st_mtime_ns == made
+    assert version.files.path(shard.name).stat().st_mtime_ns == made
     assert score(rollouts, "mine.py:patient", max_invalid=0.5).ref == version.ref
     why = r"4 of 304 rows failed, more than reward.max_invalid = 0.01 allows"
     with pytest.raises(RewardError, match=why) as caught:
