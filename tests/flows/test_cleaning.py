@@ -19,7 +19,7 @@ from quiver.flows.retention import Retention, clean_up
 from quiver.flows.verification import verify
 from quiver.schemas.errors import LineageError
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.collection import Rule, collect
+from quiver.stages.core.store.retention import Rule, collect
 from tests.flows.conftest import QUICK, quiver, stay_here, write_recipe
 from tests.stages.core.store import histories
 from tests.stages.core.store.test_store import Settings, table
@@ -66,11 +66,11 @@ def finished(folder, api) -> dict:
         stay_here(folder, patch)
         answer = run("iterations=3")
         before = names()
-        listed = collect(Store("store"), GC, apply=False).versions
+        listed = collect(Store("store"), GC, apply=False).marked
         assert len(listed) > 10 and before == names()
         collected = quiver(folder, "gc", "--keep", "1", "--grace-hours", "0", "--apply")
-        assert [each["ref"] for each in collected["versions"]] == [str(each.ref) for each in listed]
-        collect(Store("store"), GC, apply=True)  # the trash, too
+        for what in ("expired", "deleted"):
+            assert {each["ref"] for each in collected[what]} == {str(each.ref) for each in listed}
     return answer
 
 
@@ -98,7 +98,7 @@ def test_its_report_tells_all_of_it(made, finished):
 
 def test_a_trained_policy_is_not_made_again_unasked(made, finished):
     """Measuring policy@1 now would mean to train it first."""
-    message = r"files expired and are deleted: 20.* gc, keep = 1"
+    message = r"files expired: 20.* gc, keep = 1"
     with pytest.raises(LineageError, match=message) as caught:
         run("iterations=3", "evaluate.every=1")
     assert caught.value.object == "tiny/policy@1" and made == []
@@ -127,7 +127,7 @@ def test_to_go_on_without_the_optimizer_state_is_to_be_asked_for(made, finished)
     assert (folder / "model.safetensors").exists() and not (folder / "optimizer").exists()
     recipe = load("recipe.toml", [*QUICK, "optimize.learning_rate=5e-4"])
     before = names()
-    refused = pytest.raises(LineageError, match="files in optimizer/ expired and are deleted")
+    refused = pytest.raises(LineageError, match="optimizer state expired")
     with refused as caught, by_hand(recipe):
         rerun(recipe, "optimize", {"rollouts": "tiny/rollouts@3"})
     assert caught.value.object == "tiny/policy@2" and names() == before
@@ -144,25 +144,20 @@ def test_to_go_on_without_the_optimizer_state_is_to_be_asked_for(made, finished)
 
 
 def test_what_another_optimizer_reads_is_made_again(made, finished):
-    """Under its old numbers, and nothing else; also the base model. What still lies in the trash is
-    brought back."""
-    before = names()
+    """Under the next numbers, and nothing else; also the base model."""
+    store, before = Store("store"), names()
+    expired = store.with_expired().open("tiny/rollouts@1").manifest
     settings = ("iterations=1", "optimize.learning_rate=2e-3", "data.held_out=null")
     (changed,) = run(*settings)["iterations"]
-    number = int(changed["policy"].rpartition("@")[2])
-    expected = {"tiny/prompts@1", "tiny/rollouts@1", "tiny/rewards@1", "tiny/policy@0"}
-    expected |= {f"tiny/{kind}@{number}" for kind in ("advantages", "updates", "policy")}
-    assert names() - before == expected - before and verify(Store("store"))[1] == []
-    assert made[-4:] == ["prompt", "generate", "reward", "optimize"]
-    manifest = Store("store").open(changed["policy"]).manifest
-    assert manifest.input("rollouts").ref == "tiny/rollouts@1"
+    kinds = ("advantages", "policy", "policy", "prompts", "rewards", "rollouts", "updates")
+    added = names() - before
+    assert sorted(name.partition("@")[0] for name in added) == [f"tiny/{kind}" for kind in kinds]
+    assert verify(store)[1] == [] and made[-4:] == ["prompt", "generate", "reward", "optimize"]
+    again = store.open(changed["policy"]).manifest.input("rollouts")
+    assert again.ref in added and again.content_hash == expired.content_hash
     made.clear()
     run("iterations=1", "optimize.learning_rate=3e-3", "data.held_out=null")
-    collect(Store("store"), Rule(keep=1), apply=True)
-    Store("store").tag("tiny", "best", "tiny/policy@4", why="a test")
-    made.clear()
-    run("iterations=1", "optimize.learning_rate=4e-3", "data.held_out=null")
-    assert made == ["optimize"]
+    assert made == ["optimize"], "what was made again is there now"
 
 
 def test_a_run_cleans_up_after_itself(made):
@@ -177,7 +172,7 @@ def test_a_run_cleans_up_after_itself(made):
     assert policies == ["clean/policy@2", "clean/policy@3", "clean/policy@4"]
     assert [path.parent.name for path in store.path.glob("clean/policy/*/optimizer")] == ["v000004"]
     assert {"clean/rollouts@4", "clean/rewards@4", "clean.ref/policy@2"} <= left
-    assert "clean/rollouts@2" not in left and not list(store.path.glob(".trash/*/clean*"))
+    assert "clean/rollouts@2" not in left and histories.expired_files(store) == []
     page = (store.path / "clean/report.html").read_text()
     assert "The rollouts of an evaluation are gone" not in page, "it was written before they went"
     made.clear()
@@ -221,8 +216,8 @@ def test_what_goes_wrong_with_cleaning_is_a_warning(tmp_path, caplog):
     path = str(tmp_path / "store")
     store = Store(path)
     rules = Retention(keep=1)
-    (store.path / "a/tags").mkdir(parents=True)
-    (store.path / "a/tags/prod").write_text("nonsense")
+    (store.path / "a/tags/prod").mkdir(parents=True)
+    (store.path / "a/tags/prod/000001.json").write_text("nonsense")
     with caplog.at_level("INFO", "quiver"):
         clean_up(path, "a", Retention())
         assert caplog.messages == []
