@@ -60,8 +60,6 @@ def begin(
         patience_seconds=patience,
     )
     with open_staging(plan, force=force, share=share) as staging:
-        if not staging.committed and not force:
-            staging.last.is_committed()
         yield OpenWriter(staging)
 
 

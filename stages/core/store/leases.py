@@ -134,13 +134,18 @@ class Lease:
     def renew(self) -> bool:
         """Write the time into the object; return False if it is gone."""
         link = replace(self._link, renewed_at=time.time())
-        self._stamp = self._storage.swap(self._key, link.encode(), self._stamp)
-        return self._stamp is not None
+        with _renewing:
+            self._stamp = self._storage.swap(self._key, link.encode(), self._stamp)
+            if self._stamp is None and self.is_held():  # chown changes the stamp, too
+                self._stamp = self._storage.stamp(self._key)
+            return self._stamp is not None
 
     def release(self) -> None:
         """Release the lease, so that another process can take it at once."""
         _renewed.discard(self)
-        if self.is_held():
+        with _renewing:
+            if not self.is_held():
+                return
             try:
                 released = replace(self._link, released=True)
                 self._storage.put(self._key, released.encode(), durable=False)
@@ -255,6 +260,8 @@ class Leases:
 # -- renewal: one thread for all leases of this process
 
 _renewed: set[Lease] = set()
+_renewing = threading.Lock()
+"""Held while a lease's object is written anew, so that no renewal undoes a release."""
 _thread: threading.Thread | None = None
 
 
@@ -279,8 +286,9 @@ def _renew_for_ever() -> None:
 
 def _forget_leases() -> None:
     """Forget all leases in a forked child: they belong to its parent."""
-    global _thread  # noqa: PLW0603
+    global _renewing, _thread  # noqa: PLW0603
     _renewed.clear()
+    _renewing = threading.Lock()
     _thread = None
 
 

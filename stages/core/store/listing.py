@@ -20,8 +20,10 @@ import json
 import re
 import zlib
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import Manifest, from_json
@@ -35,9 +37,7 @@ EXPIRED, NO_OPTIMIZER, REMOVED = "expired", "expired.optimizer", "removed"
 _MOST_BYTES = 612 * 1024 * 1024
 """Largest index that is read: one line of about 130 bytes per version."""
 _NAME = re.compile(rf"^v([0-9]{{6,12}})(?:\.({EXPIRED}|{NO_OPTIMIZER}|{REMOVED}))?$", re.MULTILINE)
-_FIRST = re.compile(rb"^([0-9]+) ", re.MULTILINE)
-_LINE = re.compile(rb"^([0-9]+) ([0-9a-f]{64}) (\S+) ([0-9]+) ([0-9]+) (\S+)$", re.MULTILINE)
-
+_LINE = re.compile(rb"[0-9]+ [0-9a-f]{64} \S+ [0-9]+ [0-9]+ \S+")
 _CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})",')
 """The checksum in a manifest; the keys are sorted, so no other text comes before it."""
 
@@ -83,10 +83,7 @@ class Listing:
         self._kind = kind
         self._folder = f"{run}/{kind}"
         self._key = f"{self._folder}/.index"
-        numbers_of: dict[str, set[int]] = defaultdict(set)
-        for digits, mark in _NAME.findall("\n".join(storage.list(self._folder))):
-            if len(digits) == 6 or digits[0] != "0":
-                numbers_of[mark].add(int(digits))
+        numbers_of = _numbers_of("\n".join(storage.list(self._folder)))
         self.numbers: list[int] = sorted(numbers_of[""])
         """Numbers of all versions, whatever marks they have, rising."""
         self.marks = {name: numbers_of[name] for name in (EXPIRED, NO_OPTIMIZER, REMOVED)}
@@ -103,36 +100,31 @@ class Listing:
     def summaries(self) -> list[Summary]:
         """Return the summary of every version, rising."""
         lines, torn = self._lines()
-        whole = [_parse(line) for line in _LINE.finditer(lines)]
-        return sorted([*whole, *torn], key=lambda summary: summary.number)
+        return sorted([*map(_parse, lines.values()), *torn], key=lambda summary: summary.number)
 
     def find(self, run_key: str) -> list[int]:
         """Return the numbers of all versions with this run key, rising."""
         lines, _ = self._lines()
-        key = run_key.encode()
-        # searching the whole text is cheap, and often nothing has to be parsed
-        matches = _LINE.finditer(lines) if key in lines else ()
-        return [int(line[1]) for line in matches if line[2] == key]
+        key = f" {run_key} ".encode()
+        return sorted(number for number, line in lines.items() if key in line)
 
-    def _lines(self) -> tuple[bytes, list[Summary]]:
+    def _lines(self) -> tuple[Mapping[int, bytes], list[Summary]]:
         """Return a line for each manifest that can be read, by number, and the torn ones."""
-        lines = b""
-        # a missing, torn or foreign index counts as empty
-        with suppress(OSError, ValueError):
-            checksum, lines = self._storage.read(self._key, _MOST_BYTES).split(b"\n", 1)
-            lines = lines if int(checksum, 16) == zlib.crc32(lines) else b""
-        indexed = set(map(int, _FIRST.findall(lines)))
-        summaries = map_in_threads(self._read, sorted(set(self.numbers) - indexed))
+        index = b""
+        with suppress(OSError, CorruptError):
+            index = self._storage.read(self._key, _MOST_BYTES)
+        lines = _lines_of(index)
+        summaries = map_in_threads(self._read, sorted(set(self.numbers) - lines.keys()))
         torn = [summary for summary in summaries if summary.error]
-        if len(torn) < len(summaries) or not indexed.issubset(self.numbers):
-            by_number = {int(line[1]): line[0] for line in _LINE.finditer(lines)}
-            by_number |= {summary.number: summary.line() for summary in summaries}
+        if len(torn) < len(summaries) or not lines.keys() <= set(self.numbers):
+            lines = {number: lines[number] for number in self.numbers if number in lines}
+            lines |= {one.number: one.line() for one in summaries if not one.error}
             self._storage.flush(self._folder)  # their process may have died before its own flush
-            there = sorted(set(self.numbers) - {summary.number for summary in torn})
-            lines = b"".join(by_number[number] + b"\n" for number in there)
-            with suppress(OSError):  # without write permission, the store is read without an index
-                checksum = b"%08x\n" % zlib.crc32(lines)
-                self._storage.put(self._key, checksum + lines, durable=False)
+            text = b"".join(b"%s\n" % lines[number] for number in sorted(lines))
+            # without write permission, the store is read without an index
+            with suppress(OSError, CorruptError):
+                index = b"%08x\n%s" % (zlib.crc32(text), text)
+                self._storage.put(self._key, index, durable=False)
         return lines, torn
 
     def _read(self, number: int) -> Summary:
@@ -141,9 +133,10 @@ class Listing:
         try:
             raw = self._storage.read(f"{ref.folder}/manifest.json")
             summary = _quick(raw) or Summary.of(from_json(raw, str(ref)))
-            if summary.number == number:
+            if summary.number == number and _LINE.fullmatch(summary.line()):
                 return summary
-            error = CorruptError(f"{ref} manifest.json", f"is that of number {summary.number}")
+            problem = f"its number is {summary.number}, or its stage or date not one word"
+            error = CorruptError(f"{ref} manifest.json", problem)
         except (FileNotFoundError, NotADirectoryError):
             error = CorruptError(f"{ref} manifest.json", "is missing")
         except CorruptError as caught:
@@ -165,12 +158,29 @@ def _quick(raw: bytes) -> Summary | None:
         fields = json.loads(raw)
         names = ("version", "run_key", "stage", "rows")
         summary = Summary(*(fields[name] for name in names), 0, fields["created"])
-        summary = replace(summary, bytes=sum(fields["bytes"].values()))
-        if _LINE.fullmatch(summary.line()):
-            return summary
+        return replace(summary, bytes=sum(fields["bytes"].values()))
     return None
 
 
-def _parse(line: re.Match[bytes]) -> Summary:
-    number, run_key, stage, rows, num_bytes, created = (field.decode() for field in line.groups())
+@lru_cache(maxsize=8)
+def _numbers_of(names: str) -> Mapping[str, set[int]]:
+    """Return the numbers of versions, under "", and with each mark, from the names in a folder."""
+    numbers_of: dict[str, set[int]] = defaultdict(set)
+    for digits, mark in _NAME.findall(names):
+        if len(digits) == 6 or digits[0] != "0":
+            numbers_of[mark].add(int(digits))
+    return numbers_of
+
+
+@lru_cache(maxsize=8)
+def _lines_of(index: bytes) -> Mapping[int, bytes]:
+    """Return the lines of an index by number; none if it is torn."""
+    checksum, _, lines = index.partition(b"\n")
+    if checksum != b"%08x" % zlib.crc32(lines):
+        return {}
+    return {int(line.partition(b" ")[0]): line for line in lines.splitlines()}
+
+
+def _parse(line: bytes) -> Summary:
+    number, run_key, stage, rows, num_bytes, created = line.decode().split(" ")
     return Summary(int(number), run_key, stage, int(rows), int(num_bytes), created)

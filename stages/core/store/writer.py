@@ -331,7 +331,7 @@ class Writer:
             **({"models": models} if models is not None else {}),
         }
 
-    def seal(self) -> None:
+    def seal(self, lease: Lease) -> None:
         """Check that the staged data is complete; nothing may be written afterwards.
 
         A policy's files are flushed and hashed here. A table's shards were flushed and hashed when
@@ -340,6 +340,8 @@ class Writer:
         Raises:
             CorruptError: shards are not numbered 0 to n − 1, so some are missing, or rows are not
                 the ones that were asked for. The staged data is discarded.
+            BusyError: another process took over the lease; its data stay.
+            CommittedByOther: another process has committed the version.
         """
         if self._finished is None:
             raise RuntimeError(f"{self._name}: the stage has not finished its writer")
@@ -366,6 +368,9 @@ class Writer:
                 if self._ids is not None and self._ids != table["rollout_id"]:
                     problem = "its rows are not those that were asked for"
             if problem:
+                self.stop_if_committed()
+                if not lease.is_held():
+                    raise taken_over(self._name)
                 self.discard()
                 raise CorruptError(
                     self._name,
@@ -416,7 +421,8 @@ class Writer:
     def _next_number(self) -> int:
         """Return the number after the highest one that was ever given.
 
-        Raises ConflictError if the plan allows one number only, and other work has it.
+        Raises ConflictError if the plan allows one number only, and other work has it, or no number
+        is left.
         """
         plan = self._plan
         listing = plan.store.listing(self.run, self.kind)
@@ -434,7 +440,14 @@ class Writer:
                 next="choose another name for the run",
             )
         first = plan.first_number if self.kind == plan.kinds[-1] else 1
-        return max([first - 1, *listing.given]) + 1
+        highest = max([first - 1, *listing.given])
+        if highest >= 10**12 - 1:
+            raise ConflictError(
+                f"{self._name}@{highest}",
+                "has the highest number, so none is left",
+                next=f"move {self._storage.local(self._name)}/v{highest}* away",
+            )
+        return highest + 1
 
 
 class Staging:
@@ -462,11 +475,9 @@ class Staging:
         and the last. If a process dies in between, the first kinds stay. The same call does the
         work again (a training resumes at its last saved step) and publishes only the missing ones.
         """
-        for writer in self.writers.values():
-            writer.seal()
         lease = self.lease or self.last.shards.commit_lease
-        if not lease.is_held():
-            raise taken_over(self.plan.name)
+        for writer in self.writers.values():
+            writer.seal(lease)
         *first_kinds, _ = self.plan.kinds
         metrics: dict[str, Any] = {}
         for kind in first_kinds:
@@ -586,18 +597,18 @@ class Staging:
         plan, storage = self.plan, self.plan.store.storage
         for kind in plan.kinds if self.committed else ():
             place = f"{plan.run}/{kind}/.work"
-            listing = plan.store.listing(plan.run, kind)
             attempts: dict[tuple[str, str], list[str]] = {}
             for name in storage.list(place):
                 if match := WORK.fullmatch(name):
                     attempts.setdefault((match[1], match[2]), []).append(name)
             for (run_key, attempt), names in attempts.items():
-                is_own = self.last.work.endswith(f"/{run_key}.{attempt}")
-                is_done = len(listing.find(run_key)) > int(attempt)
-                leases = Leases(storage, f"{plan.name}/.work/{run_key}.{attempt}.leases")
-                if is_own or (is_done and not leases.holders()):
-                    for name in reversed(names):  # notes before the shards that they describe
-                        storage.delete(f"{place}/{name}")
+                if not self.last.work.endswith(f"/{run_key}.{attempt}"):
+                    leases = Leases(storage, f"{plan.name}/.work/{run_key}.{attempt}.leases")
+                    num_made = len(plan.store.listing(plan.run, kind).find(run_key))
+                    if num_made <= int(attempt) or leases.holders():
+                        continue
+                for name in reversed(names):  # notes before the shards that they describe
+                    storage.delete(f"{place}/{name}")
 
     def _busy(self, holder: Link | None, manner: str) -> BusyError:
         process = f"process {holder.owner.pid}" if holder else "another process"

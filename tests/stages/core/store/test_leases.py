@@ -8,22 +8,22 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from quiver.schemas.errors import QuiverError
 from quiver.stages.core.store import leases as module
-from quiver.stages.core.store import storage as storage_module
 from quiver.stages.core.store.leases import Leases
 from quiver.stages.core.store.storage import Storage
 from tests.faults.failing import failing
+from tests.faults.seam import watched
 from tests.stages.core.store.test_sharing import KIND, require_one, work_on, write_all
 
 OWNED = (
-    '{"token": "t", "label": "", "released": false, "owner": '
+    '{"token": "t", "renewed_at": 0.0, "released": false, "owner": '
     '{"boot_id": "b", "pid_namespace": 1, "start_time": 1, "pid": %s}}'
 )
 """A lease of the process with this number."""
@@ -41,7 +41,7 @@ def test_a_lease_whose_taking_failed_is_free_at_once(tmp_path):
     with failing("lease.taken:raise=5"), pytest.raises(OSError, match="Input/output error"):
         leases.take("work")
     assert leases.names() == ["work"]
-    assert leases.holder("work") is None and leases.take("work").number == 2
+    assert leases.holder("work") is None and leases.take("work").is_held()
 
 
 @pytest.fixture
@@ -171,8 +171,6 @@ def test_who_comes_after_a_stopped_holder_has_slept_too_long_need_not_wait_again
     try:
         assert elsewhere(leases).take("work") is None, "it was heard of a moment ago"
         time.sleep(module.SECONDS_TO_LIVE + 0.2)
-        sleepers = module.Leases(leases.storage, "leases", sleepers_hold=True)
-        assert sleepers.take("work") is None
         assert elsewhere(leases).take("work") is not None
     finally:
         end(child, reader)
@@ -183,7 +181,7 @@ def test_a_renewal_that_comes_late_begins_the_minute_anew(leases, monkeypatch):
     monkeypatch.setattr(module, "_keep_renewed", lambda lease: None)
     lease = leases.take("work")
     now = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
     monkeypatch.setattr(module, "time", clock)
     watcher = elsewhere(leases)
 
@@ -192,9 +190,35 @@ def test_a_renewal_that_comes_late_begins_the_minute_anew(leases, monkeypatch):
         return watcher.holder("work") is None
 
     assert not is_free(0.0) and not is_free(59.0)
-    leases.storage.renew(lease.key)
+    assert lease.renew()
     assert not is_free(59.5) and not is_free(60.0) and not is_free(119.0)
     assert is_free(119.5)
+
+
+def test_a_renewal_never_takes_a_release_back(leases):
+    """The thread that renews all leases is at this one when it is released."""
+    lease = leases.take("work")
+    with ThreadPoolExecutor(1) as pool:
+        released = []
+
+        def around(name, path, call):
+            if name == "replace" and not released:
+                released.append(pool.submit(lease.release))
+                wait(released, timeout=0.3)
+            return call()
+
+        with watched(around):
+            assert lease.renew()
+            released[0].result()
+    assert elsewhere(leases).take("work") is not None
+
+
+def test_a_lease_whose_object_is_given_to_another_user_is_still_renewed(leases):
+    """By `chown -R` of the whole store, which changes its stamp."""
+    lease = leases.take("work")
+    leases.storage.local(leases.key("work", 1)).chmod(0o664)
+    before = leases.top("work")
+    assert lease.renew() and lease.renew() and leases.top("work") != before
 
 
 @pytest.mark.parametrize(
@@ -204,21 +228,23 @@ def test_a_renewal_that_comes_late_begins_the_minute_anew(leases, monkeypatch):
 )
 def test_a_lease_torn_by_a_power_loss_is_free(leases, text):
     leases.take("work").release()
-    key = leases.key("work", 2)
-    leases.storage.put_if_absent(key, text.encode())
-    assert leases.take("work").key == leases.key("work", 3)
+    leases.storage.put_if_absent(leases.key("work", 2), text.encode())
+    assert leases.take("work").is_held() and leases.top("work").number == 3
 
 
 def put_lease(leases, **changes):
     """A lease of this process, but for these words about its owner."""
     owner = {**asdict(module.Owner.this_process()), **changes}
-    fields = {"owner": owner, "token": "t", "label": "", "released": False}
+    fields = {"owner": owner, "token": "t", "renewed_at": time.time(), "released": False}
     leases.storage.put_if_absent(leases.key("work", 1), json.dumps(fields).encode())
 
 
 def test_a_process_with_the_number_of_a_dead_one_is_not_that_one(leases):
+    put_lease(leases)
+    assert leases.take("work") is None
+    shutil.rmtree(leases.storage.local(leases.prefix))
     put_lease(leases, start_time=module.Owner.this_process().start_time - 1)
-    assert leases.take("work").number == 2
+    assert leases.take("work").is_held()
 
 
 @pytest.mark.parametrize("is_alike", [False, True])
@@ -231,24 +257,15 @@ def test_a_process_of_another_boot_is_neither_dead_nor_alive_here(leases, monkey
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
     monkeypatch.setattr(module, "time", clock)
-    waiting = Leases(leases.storage, leases.prefix, sleepers_hold=True)
-    assert waiting.holder("work").owner.boot_id == "another"
+    assert leases.holder("work").owner.boot_id == "another"
     now[0] = module.SECONDS_TO_LIVE + 1
-    assert waiting.holder("work") is None
+    assert leases.holder("work") is None
 
 
 def test_one_of_another_host_is_waited_for_though_its_last_word_is_new(leases, short_lived):
     """What it was last heard of at is by its own clock."""
     put_lease(leases, boot_id="another")
-    assert leases.take_when_stale("work").number == 2
-
-
-def test_of_a_chain_that_no_commit_clears_the_newest_stays(leases):
-    for _ in range(2):
-        leases.take("work").release()
-    lease = leases.take("work")
-    leases.trim(lease)
-    assert lease.is_held() and leases.storage.list("leases/work") == ["000003"]
+    assert leases.take_when_stale("work").is_held()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes a namespace here")
@@ -264,7 +281,7 @@ def test_equal_process_numbers_in_two_namespaces_are_two_processes(leases, short
     )
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
     with subprocess.Popen(
-        [*command, sys.executable, "-c", code, str(leases.storage.root)],
+        [*command, sys.executable, "-c", code, leases.storage.url],
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
@@ -279,17 +296,10 @@ def test_equal_process_numbers_in_two_namespaces_are_two_processes(leases, short
     wait_until(lambda: leases.take("work") is not None)
 
 
-def _commit_asleep(store, queue):
-    """Write all, and fall asleep right before the version is renamed into place."""
-    real = storage_module.publish
-
-    def publish(folder, target):
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return real(folder, target)
-
-    storage_module.publish = publish
+def _commit_asleep(store, queue, place):
+    """Write all, and fall asleep at this place."""
     try:
-        with work_on(store, share=False) as work:
+        with work_on(store, share=False) as work, failing(f"{place}:signal={signal.SIGSTOP:d}"):
             work.shards_of(2)
             write_all(work, 2)
             work.commit()
@@ -298,17 +308,13 @@ def _commit_asleep(store, queue):
         queue.put(error.code)
 
 
-def test_a_commit_that_slept_too_long_makes_no_second_version(store, short_lived):
-    """Its look at the lease was in time; the rename comes after another has committed."""
+@pytest.mark.parametrize("place", ["commit.private", "commit.renaming"])
+def test_a_commit_that_slept_too_long_makes_no_second_version(store, short_lived, place):
+    """Its look at the lease was in time; another has committed when it goes on."""
     queue = FORK.Queue()
-    child = FORK.Process(target=_commit_asleep, args=(store, queue), daemon=True)
+    child = FORK.Process(target=_commit_asleep, args=(store, queue, place), daemon=True)
     child.start()
-
-    def is_stopped():
-        status = Path(f"/proc/{child.pid}/stat").read_text()
-        return status.rpartition(")")[2].split()[0] == "T"
-
-    wait_until(is_stopped)
+    wait_until(lambda: module._status(child.pid)[0] == "T")
     time.sleep(module.SECONDS_TO_LIVE)
     with work_on(store, share=False) as work:
         write_all(work, 2)
@@ -322,8 +328,6 @@ def test_a_commit_that_slept_too_long_makes_no_second_version(store, short_lived
 def test_nothing_of_leases_stays_after_a_commit(store):
     with work_on(store, share=False) as work:
         write_all(work, 1)
-        assert [path.name for path in (store.path / KIND / ".staging").glob("*.leases/*")] == [
-            "work"
-        ]
+        assert [path.name for path in (store.path / KIND / ".work").glob("*.leases/*")] == ["work"]
         work.commit()
     require_one(store)

@@ -10,19 +10,10 @@ import pytest
 from quiver.flows.verification import verify
 from quiver.schemas.errors import CorruptError
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.collection import Rule, collect
-from tests.stages.core.store.histories import make_policy, make_table, visible
+from quiver.stages.core.store.retention import Rule, collect
+from tests.stages.core.store.histories import make_policy, make_table
 
-PLACES = [
-    "a/tags",
-    "a/tags/.prod",
-    "a/logprobs",
-    "a/logprobs/.staging",
-    "a/logprobs/.ledger",
-    ".trash",
-    ".leases",
-    ".quarantine",
-]
+PLACES = ["a/tags", "a/tags/prod", "a/logprobs", "a/logprobs/.work"]
 WRONG = {
     "file": lambda path: path.write_text(""),
     "dangling link": lambda path: path.symlink_to("nowhere"),
@@ -54,15 +45,14 @@ def replace(store: Store, place: str, wrong: str) -> None:
 @pytest.mark.parametrize("place", PLACES)
 def test_verify_tells_and_gc_takes_nothing(full, place, wrong):
     replace(full, place, wrong)
-    before = visible(full) if place != "a/logprobs" else None
+    before = full.storage.files("")
     (error,) = {str(error) for error in verify(full)[1] if "is not a folder" in str(error)}
     assert error.startswith(f"E-CORRUPT {place}: ")
     assert f"Next: move {full.path / place} away" in error
     for apply in (False, True):
         with pytest.raises(CorruptError, match="is not a folder"):
             collect(full, Rule(keep=1, grace_seconds=0), apply=apply)
-    assert not (full.path / ".trash").is_dir()
-    assert before is None or visible(full) == before
+    assert full.storage.files("") == before
 
 
 def test_a_run_that_is_a_link_to_nowhere_is_told(full):
@@ -75,35 +65,20 @@ def test_a_run_that_is_a_link_to_nowhere_is_told(full):
 
 def test_what_verify_tells_does_not_hide_the_rest(full):
     replace(full, "a/logprobs", "file")
-    path = full.path / "b/logprobs/v000001/part-00000.arrow"
+    (path,) = (full.path / "b/logprobs/v000001").glob("*.arrow")
     path.write_bytes(path.read_bytes()[:-1])
     count, errors = verify(full)
     assert count == 4  # three policies, and the table of b
-    assert {error.object for error in errors} == {
-        "a/logprobs",
-        "b/logprobs@1 part-00000.arrow",
-    }
+    assert {error.object for error in errors} == {"a/logprobs", f"b/logprobs@1 {path.name}"}
 
 
-def test_gc_answers_in_one_line_of_json(full, monkeypatch, capsys):
-    """The command itself, where `.leases` is no folder."""
+def test_gc_says_it_as_every_command_does(full, monkeypatch, capsys):
     from quiver.flows.cli import main as cli
 
-    replace(full, ".leases", "file")
+    replace(full, "a/logprobs/.work", "file")
     arguments = ["gc", "--keep", "1", "--apply", "--store", str(full.path)]
     monkeypatch.setattr(sys, "argv", ["quiver", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 3
-    assert "E-CORRUPT .leases: is not a folder" in capsys.readouterr().err
-
-
-def test_a_ledger_that_is_gone_is_told(full):
-    full.find("a", "logprobs", "0" * 64)  # there is an index
-    assert verify(full)[1] == []
-    shutil.rmtree(full.path / "a/logprobs/.ledger")
-    (error,) = verify(full)[1]
-    assert error.code == "E-CORRUPT" and error.object == "a/logprobs/.ledger"
-    assert "is missing" in error.message and error.next.startswith("restore ")
-    list(full.entries())  # the versions that are there are noted again
-    assert verify(full)[1] == []
+    assert "E-CORRUPT a/logprobs/.work: is not a folder" in capsys.readouterr().err

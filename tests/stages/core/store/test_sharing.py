@@ -3,16 +3,23 @@ who may not join."""
 
 import os
 
-import pyarrow as pa
 import pytest
 
 from quiver.flows.verification import verify
-from quiver.schemas.errors import BusyError, ConfigError, LineageError, OutcomeUnknownError
-from quiver.stages.core.store import sharing, storage
+from quiver.schemas.errors import BusyError, ConfigError, LineageError
+from quiver.stages.core.store import sharing
 from quiver.stages.core.store.notes import note_of
 from quiver.stages.core.store.retention import remove
 from quiver.stages.core.store.sharing import CommittedByOther
-from tests.stages.core.store.test_store import Settings, table
+from tests.stages.core.store.test_store import (
+    CLOSING,
+    PUBLISHING,
+    Settings,
+    asleep,
+    commit,
+    staged,
+    table,
+)
 from tests.writing import begin
 
 KIND = "a/logprobs"
@@ -23,12 +30,6 @@ def work_on(store, share=True, **options):
     return begin(store, "a", "logprobs", **{**about, **options}, share=share)
 
 
-def staged(store, name):
-    """The path of a shard or a note in the staging place."""
-    (path,) = (store.path / KIND / ".staging").glob(f"*/{name}")
-    return path
-
-
 def write_all(work, count):
     for index in work.take_shards(count):
         work.write(index, table(2 * index))
@@ -36,7 +37,7 @@ def write_all(work, count):
 
 def require_one(store):
     assert store.numbers("a", "logprobs") == [1] and verify(store) == (1, [])
-    assert list((store.path / KIND / ".staging").iterdir()) == []
+    assert list((store.path / KIND / ".work").iterdir()) == []
 
 
 def test_one_takes_ahead_only_what_leaves_the_others_something(store):
@@ -59,6 +60,7 @@ def test_where_a_process_starts_follows_from_its_rank(store):
 
 
 def test_the_shard_that_was_seen_held_first_is_done_again_first(store):
+    """The slow process writes its own when the version is there already."""
     with work_on(store) as slow, work_on(store, patience=0.0) as quick:
         taken = [slow.shards_of(3).take() for _ in range(2)]
         order = []
@@ -67,6 +69,7 @@ def test_the_shard_that_was_seen_held_first_is_done_again_first(store):
             quick.write(index, table(2 * index))
         assert order[0] not in taken and sorted(order) == [0, 1, 2]
         quick.commit()
+        slow.write(taken[0], table(2 * taken[0]))
         with pytest.raises(CommittedByOther):
             slow.shards_of(3).more()
     require_one(store)
@@ -88,55 +91,32 @@ def test_patience_follows_from_the_slowest_shard_of_any_process(store, monkeypat
 
 
 def test_the_first_of_two_shards_stays(store):
-    """A slow process writes a shard that another has finished: the file is not touched, nor its
-    note."""
+    """A slow process writes a shard that another has finished."""
     with work_on(store) as slow, work_on(store, patience=0.0) as quick:
         assert slow.shards_of(1).take() == 0 and quick.shards_of(1).take() == 0
         quick.write(0, table(0))
-        path, note = staged(store, "part-00000.arrow"), staged(store, "part-00000.arrow.json")
-        before = path.stat().st_ino, path.read_bytes(), note.read_bytes()
         slow.write(0, table(50))
-        assert (path.stat().st_ino, path.read_bytes(), note.read_bytes()) == before
-        assert [entry.name for entry in path.parent.iterdir()] == ["part-00000.arrow"]
-
-
-def test_a_death_between_shard_and_note_leaves_the_shard(store):
-    with work_on(store) as work:
-        work.shards_of(1).take()
-        work.write(0, table(0))
-        inode = staged(store, "part-00000.arrow").stat().st_ino
-        staged(store, "part-00000.arrow.json").unlink()
-    with work_on(store) as work:
-        write_all(work, 1)
-        version = work.commit()
-    assert version.files.path("part-00000.arrow").stat().st_ino == inode
+        assert not quick.shards.more()
+        assert quick.commit().table()["rollout_id"].to_pylist() == ["r0", "r1"]
     require_one(store)
 
 
-@pytest.mark.parametrize("damage", ["flipped", "no Arrow file", "folder"])
-def test_a_shard_without_a_note_counts_only_with_our_own_bytes(store, damage):
-    """Its writer died between the two; nothing says what it wrote."""
+def test_a_shard_that_a_power_loss_damaged_before_its_note_was_written_is_replaced(store):
     with pytest.raises(KeyboardInterrupt), work_on(store) as work:
         work.shards_of(1).take()
         work.write(0, table(0))
         raise KeyboardInterrupt
-    path = staged(store, "part-00000.arrow")
-    staged(store, "part-00000.arrow.json").unlink()
-    raw = bytearray(path.read_bytes())
-    raw[len(raw) // 2] ^= 64
-    path.unlink()
-    if damage == "folder":
-        path.mkdir()
-    else:
-        path.write_bytes(raw if damage == "flipped" else b"text")
+    path = staged(store, "part-00000-*.arrow")
+    path.write_bytes(bytes(path.stat().st_size))
+    staged(store, "part-00000.json").unlink()
     with work_on(store) as work:
         write_all(work, 1)
         version = work.commit()
     assert version.table().equals(table(0).cast(version.table().schema))
-    assert verify(store) == (1, [])
+    require_one(store)
 
 
-@pytest.mark.parametrize("name", ["part-00000.arrow", "part-00000.arrow.json"])
+@pytest.mark.parametrize("name", ["part-00000-*.arrow", "part-00000.json"])
 def test_what_was_damaged_is_done_again_before_the_commit(store, name):
     with work_on(store) as work:
         done = []
@@ -153,59 +133,32 @@ def test_what_was_damaged_is_done_again_before_the_commit(store, name):
     require_one(store)
 
 
-def test_a_shard_that_a_sleeper_replaces_before_the_commit_is_not_published(store, monkeypatch):
-    """It did the work alone, and wakes when the others have looked at all shards."""
-    real = storage.Storage.copy_into
-
-    def copy_into(self, source, target):
-        path = self.path(source)
-        path.write_bytes(path.read_bytes() + b"\0")
-        return real(self, source, target)
-
-    monkeypatch.setattr(storage.Storage, "copy_into", copy_into)
-    with pytest.raises(BusyError, match="took this work over"), work_on(store) as work:
-        write_all(work, 2)
-        work.commit()
-    assert store.numbers("a", "logprobs") == []
-
-
-def test_of_two_commits_at_once_one_wins(store, monkeypatch):
+@pytest.mark.parametrize("ending", [CLOSING, PUBLISHING])
+def test_of_two_commits_at_once_one_wins(store, ending):
     """The second takes over when the first is about to rename its folder; both have seen no such
     version."""
-    real, committed = storage.publish, []
 
-    def publish(folder, target):
-        if not committed:
-            committed.append(None)
-            two.writer.shards.commit_lease = two.staging.leases.take("commit", from_living=True)
-            committed[0] = two.commit().ref
-        return real(folder, target)
+    def commit_too():
+        one.shards.commit_lease.release()
+        assert not two.shards.more()
+        two.commit()
 
     with work_on(store, patience=0.0) as two, work_on(store, patience=0.0) as one:
         write_all(one, 2)
         two.shards_of(2)
-        monkeypatch.setattr(storage, "publish", publish)
-        one.commit()
+        with asleep(ending, commit_too):
+            one.commit()
         pytest.fail("it has not noticed the other")
-    assert one.done.ref == two.done.ref == committed[0]
+    assert str(one.done.ref) == str(two.done.ref) == "a/logprobs@1"
     assert store.written == {"a/logprobs@1"}
     require_one(store)
 
 
-def test_another_version_between_takes_its_number_and_nothing_else(store, monkeypatch):
-    real = storage.publish
-
-    def publish(folder, target):
-        monkeypatch.setattr(storage, "publish", real)
-        with work_on(store, None, config=Settings(seed=1)) as other:
-            other.write(0, table(0))
-            other.commit()
-        return real(folder, target)
-
+def test_another_version_between_takes_its_number_and_nothing_else(store):
     with work_on(store) as work:
         write_all(work, 1)
-        monkeypatch.setattr(storage, "publish", publish)
-        assert work.commit().ref.version == 2
+        with asleep(PUBLISHING, lambda: commit(store, Settings(seed=1))):
+            assert work.commit().ref.version == 2
     assert verify(store) == (2, [])
 
 
@@ -244,21 +197,6 @@ def test_an_error_after_the_others_have_committed_is_none(store, caplog):
     assert late.done.ref == quick.done.ref
     assert "a/logprobs@1 was finished by others; here: the engine is gone" in caplog.text
     require_one(store)
-
-
-def test_an_unclear_outcome_of_ones_own_commit_is_said(store, monkeypatch):
-    """The version is visible, but not because of another: nobody may claim that it will stay."""
-    real = storage.sync
-
-    def failing(path):
-        if path.name == "logprobs" and list(path.glob("v*")):
-            raise OSError(5, "Input/output error")
-        real(path)
-
-    with pytest.raises(OutcomeUnknownError, match="v000001: it is visible"), work_on(store) as work:
-        write_all(work, 1)
-        monkeypatch.setattr(storage, "sync", failing)
-        work.commit()
 
 
 def test_what_can_not_be_shared_says_so(store):
@@ -323,28 +261,11 @@ def test_what_was_told_stays_while_one_of_them_lives(store):
             assert [part["shards"] for part in late.reports()] == [0, 1, 1]
 
 
-def test_a_shard_of_another_size_that_the_dead_left_is_replaced(store):
-    """Its writer had planned longer shards, and died between the file and the note that makes it
-    count."""
-
-    def dies(work):
-        work.shards_of(1).take()
-        work.writer._write_shard(0, table(0, rows=3))
-
-    die_after(store, True, dies)
-    with work_on(store) as work:
-        assert pa.ipc.open_file(staged(store, "part-00000.arrow")).read_all().num_rows == 3
-        write_all(work, 2)
-        version = work.commit()
-    assert version.table()["rollout_id"].to_pylist() == ["r0", "r1", "r2", "r3"]
-    require_one(store)
-
-
 @pytest.mark.parametrize("fields", [{}, {"rows_per_shard": "3"}, {"rows_per_shard": 0}])
-def test_a_plan_that_says_nothing_is_made_anew(store, fields):
-    with work_on(store, None) as work:
+def test_a_cut_that_says_nothing_is_made_anew(store, fields):
+    with work_on(store) as work:
         work.rows_per_shard(3)
-        staged(store, "plan").write_bytes(note_of(fields))
+        staged(store, "cut").write_bytes(note_of(fields))
     with work_on(store) as work:
         assert work.rows_per_shard(2) == 2
 
@@ -352,10 +273,9 @@ def test_a_plan_that_says_nothing_is_made_anew(store, fields):
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("part-00000.arrow.json", {"name": "part-00000.arrow"}),
-        ("part-00000.arrow.json", {"name": ["x"], "bytes": 1, "sha256": "0" * 64, "rows": 1}),
-        ("part-x.arrow.json", {}),
-        ("part-.arrow.json", {}),
+        ("part-00000.json", {"name": "part-00000-01234567.arrow"}),
+        ("part-00000.json", {"name": ["x"], "bytes": 1, "sha256": "0" * 64, "rows": 1}),
+        ("part-x.json", {}),
         ("another.report", {"seconds": 1}),
         ("another.report", {"shards": "many", "slowest": 0.0, "seconds": {}}),
         ("another.report", {"shards": 1, "slowest": 0.0, "seconds": {"total": "long"}}),
@@ -365,8 +285,7 @@ def test_a_plan_that_says_nothing_is_made_anew(store, fields):
 def test_a_note_of_another_form_counts_for_nothing(store, name, fields):
     with work_on(store) as work:
         write_all(work, 2)
-    folder = staged(store, "part-00001.arrow.json").parent
-    (folder / name).write_bytes(note_of(fields))
+    staged(store, "part-00001.json").with_name(name).write_bytes(note_of(fields))
     with pytest.raises(LineageError):
         remove(store, "a/logprobs@1")
     with work_on(store) as work:
@@ -378,7 +297,7 @@ def test_a_note_of_another_form_counts_for_nothing(store, name, fields):
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("is_gone", [False, True])
 @pytest.mark.parametrize(("before", "left", "now"), [(3, 1, 2), (2, 1, 3), (2, 2, 4)])
-def test_where_the_plan_is_torn_or_gone_its_shards_are_done_again(
+def test_where_the_cut_is_torn_or_gone_its_shards_are_done_again(
     store, is_gone, share, before, left, now
 ):
     """How long they are is not known any more, and may be longer or shorter now."""
@@ -395,15 +314,15 @@ def test_where_the_plan_is_torn_or_gone_its_shards_are_done_again(
 
     with pytest.raises(InterruptedError):
         write(before)
-    plan = staged(store, "plan")
-    plan.write_bytes(plan.read_bytes()[:-4])
+    cut = staged(store, "cut")
+    cut.write_bytes(cut.read_bytes()[:-4])
     if is_gone:
-        plan.unlink()
+        cut.unlink()
     assert write(now).table().equals(rows)
     require_one(store)
 
 
-def test_a_torn_plan_is_written_anew_so_its_shards_are_done_again_once(store):
+def test_a_torn_cut_is_written_anew_so_its_shards_are_done_again_once(store):
     rows = table(0, rows=6)
 
     def attempt() -> list[int]:
@@ -415,12 +334,12 @@ def test_a_torn_plan_is_written_anew_so_its_shards_are_done_again_once(store):
             return found
 
     assert attempt() == []
-    plan = staged(store, "plan")
-    plan.write_bytes(plan.read_bytes()[:-4])
+    cut = staged(store, "cut")
+    cut.write_bytes(cut.read_bytes()[:-4])
     assert [attempt(), attempt()] == [[], [0]]
 
 
-def test_a_plan_of_which_nothing_is_finished_binds_nobody(store):
+def test_a_cut_of_which_nothing_is_finished_binds_nobody(store):
     for size in (10, 5):
         with work_on(store, share=False) as work:
             assert work.rows_per_shard(size) == size

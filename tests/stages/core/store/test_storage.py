@@ -5,7 +5,9 @@ A second storage is one more entry of STORAGES.
 
 import errno
 import hashlib
+import os
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -14,10 +16,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from quiver.schemas.errors import CorruptError
-from quiver.stages.core.store.storage import Storage, error_number
+from quiver.stages.core.files import MOST_BYTES, error_number, replacing
+from quiver.stages.core.store.storage import Storage
 from tests.faults.seam import watched
 
 STORAGES = {"posix": Storage}
+TOKENS = "0123456789ab", "ba9876543210"
 
 
 @pytest.fixture(params=STORAGES)
@@ -26,55 +30,61 @@ def storage(request, tmp_path):
 
 
 def test_an_object_is_read_as_it_was_written_last(storage):
-    storage.make_prefix("run/kind")
-    storage.write("run/kind/note", b"first")
-    storage.write("run/kind/note", b"second, longer")
+    storage.put("run/kind/note", b"first")
+    storage.put("run/kind/note", b"second, longer")
     assert storage.read("run/kind/note") == b"second, longer"
-    assert storage.size("run/kind/note") == 14
-    assert storage.sha256("run/kind/note") == hashlib.sha256(b"second, longer").hexdigest()
+    assert storage.check("run/kind/note") == (14, hashlib.sha256(b"second, longer").hexdigest())
 
 
 def test_an_object_that_is_not_there_is_said_not_to_be(storage):
-    storage.write("object", b"")
+    storage.put("object", b"")
     for key in ("nowhere", "nowhere/deep", "object/below"):
-        assert not storage.exists(key)
         assert storage.stamp(key) is None
-        for ask in (storage.read, storage.size, storage.sha256, storage.read_table):
+        for ask in (storage.read, storage.check, storage.read_table):
             with pytest.raises(FileNotFoundError):
                 ask(key)
+        assert storage.files(key) == {} and storage.changed_at(key) == 0
     assert storage.list("nowhere") == storage.list("nowhere/deep") == []
     with pytest.raises(CorruptError, match="is not a folder"):
         storage.list("object/below")
-    assert storage.renew("nowhere") is False
+    assert storage.swap("nowhere", b"", storage.stamp("nowhere")) is None
     storage.delete("nowhere")
-    storage.delete_tree("nowhere")
+    storage.delete("nowhere/deep")
 
 
-def test_a_prefix_is_no_object(storage):
-    storage.make_prefix("run/kind")
-    assert storage.exists("run/kind")
-    with pytest.raises(CorruptError, match="is not a file"):
+def test_a_prefix_and_an_object_that_is_too_large_are_no_small_objects(storage):
+    storage.put("run/kind", b"x" * (MOST_BYTES + 1))
+    with pytest.raises(CorruptError, match=r"has 8388609 bytes, at most 8388608"):
         storage.read("run/kind")
-    with pytest.raises(CorruptError, match="is not a file"):
-        storage.write("run/kind", b"")
+    for ask in (storage.read, storage.check, lambda key: storage.put(key, b"")):
+        with pytest.raises(CorruptError, match="is not a file"):
+            ask("run")
 
 
 def test_an_object_under_way_is_not_seen_and_leaves_nothing_when_it_fails(storage):
-    storage.write("note", b"old")
-    with pytest.raises(OSError, match="no space"), storage.create("note") as file:
-        file.write(b"half")
-        assert storage.read("note") == b"old" and storage.list("") == ["note"]
-        raise OSError(errno.ENOSPC, "no space")
+    storage.put("note", b"old")
+    failures = [errno.EIO]
+
+    def around(name, path, call):
+        if name == "fsync" and failures:
+            assert storage.read("note") == b"old" and storage.list("") == ["note"]
+            raise OSError(failures.pop(), "Input/output error")
+        return call()
+
+    for write in (storage.put, storage.put_if_absent):
+        failures[:] = [errno.EIO]
+        with watched(around), pytest.raises(OSError, match="Input/output"):
+            write("note", b"new")
     assert storage.read("note") == b"old"
-    assert storage.list("") == ["note"]
+    assert [path.name for path in storage.local("").iterdir()] == ["note"]
 
 
-def test_a_writer_knows_size_and_sha256_of_what_it_wrote(storage):
-    with storage.create("note") as file:
+def test_a_file_that_is_written_knows_its_size_and_sha256(tmp_path):
+    with replacing(tmp_path / "note") as file:
         file.write(b"one ")
         file.write(memoryview(b"two"))
-    assert file.bytes == storage.size("note") == 7
-    assert file.sha.hexdigest() == storage.sha256("note")
+    assert (tmp_path / "note").read_bytes() == b"one two" and file.bytes == 7
+    assert file.sha.hexdigest() == hashlib.sha256(b"one two").hexdigest()
 
 
 def test_of_many_who_put_an_object_at_once_one_does(storage):
@@ -93,93 +103,155 @@ def test_of_many_who_put_an_object_at_once_one_does(storage):
     for thread in threads:
         thread.join()
     assert outcomes.count(True) == 1
-    assert storage.read("leases/1") == bodies[outcomes.index(True)]
-    with pytest.raises(FileExistsError), storage.create("leases/1", if_absent=True) as file:
-        file.write(b"late")
+    assert storage.put_if_absent("leases/1", b"late") is False
     assert storage.read("leases/1") == bodies[outcomes.index(True)]
     assert storage.list("leases") == ["1"]
 
 
-def test_a_stamp_changes_with_each_write_and_renewal(storage):
-    storage.write("lease", b"same")
-    stamps = {storage.stamp("lease")}
-    storage.write("lease", b"same")
-    stamps.add(storage.stamp("lease"))
-    assert storage.renew("lease") is True
-    stamps.add(storage.stamp("lease"))
-    assert len(stamps) == 3
-    assert storage.read("lease") == b"same"
-    assert storage.stamp("lease") == storage.stamp("lease")
+@pytest.mark.parametrize("name", [False, True])
+def test_an_object_is_put_where_another_process_deletes_the_folder_just_then(storage, name):
+    deletions = [1, 1]
+
+    def around(call_name, path, call):
+        if call_name == "link" and deletions:
+            deletions.pop()
+            storage.delete("a/b")
+        return call()
+
+    with watched(around):
+        assert storage.put_if_absent("a/b/object", b"bytes", name=name)
+    assert storage.read("a/b/object") == b"bytes"
+
+
+def test_a_swap_changes_what_was_not_changed_since(storage):
+    storage.put("lease", b"same")
+    first = storage.stamp("lease")
+    assert storage.stamp("lease") == first
+    second = storage.swap("lease", b"same", first)
+    assert second == storage.stamp("lease") != first
+    assert storage.swap("lease", b"late", first) is None
+    storage.put("lease", b"again")
+    assert storage.swap("lease", b"late", second) is None
+    assert storage.read("lease") == b"again"
 
 
 def test_names_are_listed_one_level_or_all(storage):
-    for key in ("kind/b/two", "kind/a", "kind/b/deep/one"):
-        storage.make_prefix(key.rpartition("/")[0])
-        storage.write(key, b"")
+    for key in ("kind/b/two", "kind/a", "kind/b/deep/000002", "kind/b/deep/000010.json"):
+        storage.put(key, b"x")
     assert storage.list("kind") == ["a", "b"]
-    assert storage.list_files("kind") == ["a", "b/deep/one", "b/two"]
-
-
-def test_a_copy_outlives_its_original(storage):
-    storage.make_prefix("folder")
-    storage.write("original", b"bytes")
-    storage.copy_into("original", "folder/copy")
-    storage.delete("original")
-    assert storage.read("folder/copy") == b"bytes"
-
-
-def test_what_is_published_is_there_at_once_and_only_where_nothing_is(storage):
-    for staged in ("staged-1", "staged-2"):
-        storage.make_prefix(f"{staged}/model")
-        storage.write(f"{staged}/manifest.json", staged.encode())
-        storage.write(f"{staged}/model/weights", b"weights")
-        storage.sync_folders(staged)
-    assert storage.publish("staged-1", "v1") is True
-    assert storage.publish("staged-2", "v1") is False
-    assert storage.list_files("v1") == ["manifest.json", "model/weights"]
-    assert storage.read("v1/manifest.json") == b"staged-1"
-    assert not storage.exists("staged-1")
-    assert storage.exists("staged-2/manifest.json")
+    assert storage.list_numbers("kind/b/deep") == [2, 10]
+    assert list(storage.files("kind").items()) == [
+        ("a", 1),
+        ("b/deep/000002", 1),
+        ("b/deep/000010.json", 1),
+        ("b/two", 1),
+    ]
+    newest = storage.local("kind/b/deep/000002").stat().st_mtime + 100
+    os.utime(storage.local("kind/b/deep/000002"), (newest, newest))
+    assert storage.changed_at("kind") == newest
 
 
 def test_what_is_deleted_is_gone_with_all_below(storage):
     for key in ("kind/v1/manifest", "kind/v2/manifest"):
-        storage.make_prefix(key.rpartition("/")[0])
-        storage.write(key, b"")
-    storage.delete_tree("kind/v1")
+        storage.put(key, b"")
+    storage.delete("kind/v1")
     assert storage.list("kind") == ["v2"]
     storage.delete("kind/v2/manifest")
-    assert storage.list_files("kind") == []
-    storage.delete("kind/v2")
+    assert storage.files("kind") == {} and storage.list("kind") == ["v2"]
+
+
+def test_what_a_process_left_that_died_while_it_deleted_is_deleted(storage):
+    def die(name, path, call):
+        if name == "unlink":
+            raise KeyboardInterrupt
+        return call()
+
+    storage.put("kind/v1/manifest", b"")
+    with watched(die), pytest.raises(KeyboardInterrupt):
+        storage.delete("kind/v1")
+    (name,) = storage.list("kind")
+    assert name.endswith(".gone") and storage.stamp("kind/v1") is None
+    storage.delete(f"kind/{name}")
     assert storage.list("kind") == []
 
 
-def test_a_folder_that_another_makes_just_then_is_deleted_too(storage):
-    def around(name, path, call):
-        if name == "unlink":
-            storage.make_prefix("a/b")
-        return call()
-
-    with watched(around):
-        storage.delete("a/b")
-    assert storage.list("a") == []
+# -- versions
 
 
-def test_a_table_that_can_not_be_parsed_is_an_arrow_error(storage):
+def publish(storage, token=TOKENS[0], target="kind/v1", **sizes):
+    return storage.publish("kind/work", token, target, token.encode(), sizes or {"weights": 2})
+
+
+def test_what_is_published_is_there_at_once_and_only_where_nothing_is(storage):
+    """What is no part of it is thrown away."""
+    for token in TOKENS:
+        storage.put("kind/work/weights", b"ww")
+        storage.put("kind/work/left-over", b"")
+        assert publish(storage, token) is (token == TOKENS[0])
+    assert storage.files("kind/v1") == {"manifest.json": 12, "weights": 2}
+    assert storage.read("kind/v1/manifest.json") == TOKENS[0].encode()
+    assert publish(storage, TOKENS[1], "kind/v2") is True
+    assert storage.files("kind/v2") == {"manifest.json": 12, "weights": 2}
+    assert storage.list("kind") == ["v1", "v2"]
+
+
+def test_what_was_taken_away_is_not_published(storage):
+    with pytest.raises(FileNotFoundError):
+        publish(storage)
+    storage.put("kind/work/weights", b"w")
+    for sizes in ({"weights": 2}, {"weights": 1, "more": 1}):
+        with pytest.raises(FileNotFoundError, match="taken away"):
+            publish(storage, **sizes)
+    assert storage.list("kind") == ["work"], "who works on it now has it back"
+    assert publish(storage, weights=1)
+
+
+@pytest.mark.parametrize("moment", range(6))
+def test_what_the_dead_left_of_a_publication_is_taken_back(storage, moment):
+    """Also by a second process, if the first one dies while it takes it back."""
+
+    def dying_at(moment):
+        calls = []
+
+        def around(name, path, call):
+            calls.append(name)
+            if name == "rename" and calls.count("rename") > moment:
+                raise KeyboardInterrupt
+            return call()
+
+        return watched(around)
+
+    storage.put("kind/work/shard-1", b"1")
+    storage.put("kind/work/shard-2", b"2")
+    with dying_at(1), pytest.raises(KeyboardInterrupt):
+        storage.publish(
+            "kind/work", TOKENS[0], "kind/v1", b"manifest", {"shard-1": 1, "shard-2": 1}
+        )
+    storage.put("kind/work/shard-3", b"3")
+    with dying_at(moment), suppress(KeyboardInterrupt):
+        storage.reclaim("kind/work")
+    storage.reclaim("kind/work")
+    files = storage.files("kind/work")
+    assert storage.list("kind") == ["work"] and files.keys() >= {"shard-1", "shard-2", "shard-3"}
+
+
+def test_a_table_that_cannot_be_parsed_is_an_arrow_error(storage):
     table = pa.table({"ids": [1, 2, 3]})
-    with storage.create("part") as file, pa.ipc.new_file(file, table.schema) as writer:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
+    storage.put("part", sink.getvalue())
     assert storage.read_table("part") == table
-    storage.write("torn", storage.read("part")[:-20])
+    storage.put("torn", storage.read("part")[:-20])
     with pytest.raises(pa.ArrowException):
         storage.read_table("torn")
 
 
 def test_a_link_to_elsewhere_is_told(storage, tmp_path):
-    storage.write("object", b"")
+    storage.put("object", b"")
     assert not storage.is_linked("object")
-    storage.path("link").symlink_to(tmp_path.parent)
-    storage.path("loop").symlink_to("loop")
+    storage.local("link").symlink_to(tmp_path.parent)
+    storage.local("loop").symlink_to("loop")
     assert storage.is_linked("link/object")
     assert storage.is_linked("loop")
     for ask in (storage.read, storage.list):

@@ -4,9 +4,9 @@ a number twice."""
 import json
 import os
 import re
-import shutil
 import subprocess
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -18,7 +18,6 @@ from quiver.schemas import logprobs, prompts
 from quiver.schemas.errors import (
     BusyError,
     ConfigError,
-    ConflictError,
     CorruptError,
     LineageError,
     OutcomeUnknownError,
@@ -26,10 +25,13 @@ from quiver.schemas.errors import (
     SchemaError,
 )
 from quiver.schemas.manifest import FORMAT, MAX_BYTES, Model, canonical, digest
+from quiver.schemas.refs import Ref
 from quiver.stages.core.config import Config, Runtime
 from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Store, storage
-from quiver.stages.core.store.writer import Staging, open_staging
+from quiver.stages.core.store.writer import open_staging
+from tests.faults.failing import failing
+from tests.faults.seam import watched
 from tests.writing import begin
 
 
@@ -60,6 +62,17 @@ def commit(store, config=None, shards=2, **options):
         for index in range(shards):
             work.write(index, table(2 * index))
         return work.commit(metrics={"x": 1.5}, status={"scored": 4})
+
+
+def shard(version, index: int) -> Path:
+    """The path of a shard."""
+    return version.files.path(version.files.names[index])
+
+
+def staged(store, pattern: str) -> Path:
+    """The path of a shard, or a note, of unfinished work."""
+    (path,) = (store.path / "a/logprobs/.work").glob(f"*/{pattern}")
+    return path
 
 
 def test_shards_cut_from_a_struct_with_a_member_that_is_always_null(store):
@@ -126,14 +139,14 @@ def test_finished_shards_are_taken_up_and_a_changed_one_is_done_again(store):
         work.write(1, table(2))
     with work_on(store) as work:
         assert [work.has(0), work.has(1), work.has(2)] == [True, True, False]
-        path = work.folder / "part-00001.arrow"
+        path = staged(store, "part-00001-*.arrow")
         damaged = bytearray(path.read_bytes())
         damaged[100] ^= 1
         path.write_bytes(damaged)
         assert not work.has(1)
         work.write(1, table(2))
         assert work.commit().manifest.rows == 4
-    assert list((store.path / "a/logprobs/.staging").iterdir()) == []
+    assert list((store.path / "a/logprobs/.work").iterdir()) == []
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
@@ -152,21 +165,23 @@ def test_a_whole_table_is_written_in_large_shards(store, is_begun):
     assert version.table().equals(rows.cast(version.table().schema))
 
 
-def test_shards_of_another_size_are_not_published(store):
+def test_shards_that_no_note_makes_count_are_not_published(store):
+    """Their process died before it wrote the notes, or while it wrote a shard."""
     with work_on(store) as work:
         for index in range(3):
             work.write(index, table(index, rows=1))
-        (work.folder / "part-00009.arrow.77.tmp").write_bytes(b"half")
-        for index in (1, 2):
-            work.delete_note(f"part-0000{index}.arrow.json")
+        path = staged(store, "part-00000-*.arrow")
+        path.with_name(f"{path.name}.1-01234567-0123.tmp").write_bytes(b"half")
+        for index in range(3):
+            work.drop(index)
     with work_on(store) as work:
         work.write(0, table(0, rows=3))
         version = work.commit()
-    assert sorted(path.name for path in version.files.folder.iterdir()) == [
+    assert version.manifest.rows == 3
+    assert {path.name for path in version.files.folder.iterdir()} == {
         "manifest.json",
-        "part-00000.arrow",
-    ]
-    assert verify(store) == (1, [])
+        *version.files.names,
+    }
 
 
 def test_force_begins_anew(store):
@@ -178,49 +193,43 @@ def test_force_begins_anew(store):
 
 def test_a_file_too_many_is_found(store):
     version = commit(store)
-    (version.files.folder / "part-00002.arrow").write_bytes(
-        (version.files.folder / "part-00001.arrow").read_bytes()
-    )
+    copy = version.files.path("part-00002-01234567.arrow")
+    copy.write_bytes(shard(version, 1).read_bytes())
     _, bad = verify(store)
-    assert "part-00002.arrow: is no file of this version" in str(bad[0])
+    assert f"{copy.name}: is no file of this version" in str(bad[0])
     subprocess.run(bad[0].next, shell=True, check=True)
     assert verify(store) == (1, [])
 
 
-def test_an_unclear_outcome_is_said(store, monkeypatch):
-    """The rename was done, the flush of its folder failed: the version is there, and nobody may
-    claim that it will stay."""
-    real = storage.sync
+@pytest.mark.parametrize("share", [False, True])
+def test_an_unclear_outcome_is_said(store, share):
+    """The version is renamed into place, but its folder cannot be flushed."""
 
-    def failing(path):
-        if path.name == "logprobs" and list(path.glob("v*")):
+    def around(name, path, call):
+        if name == "fsync" and path.endswith("/logprobs") and store.has_manifest(made):
             raise OSError(5, "Input/output error")
-        real(path)
+        return call()
 
-    with work_on(store) as work:
-        work.write(0, table(0))
-        monkeypatch.setattr(storage, "sync", failing)
-        with pytest.raises(OutcomeUnknownError, match="v000001: it is visible") as caught:
-            work.commit()
+    made = Ref("a", "logprobs", 1)
+    with (
+        pytest.raises(OutcomeUnknownError, match="v000001: it is visible") as caught,
+        work_on(store, share=share) as work,
+        watched(around),
+    ):
+        for index in work.take_shards(1):
+            work.write(index, table(0))
+        work.commit()
     assert caught.value.exit_code == 9
-    assert store.open("a/logprobs@1").table().num_rows == 2
+    assert store.open(made).table().num_rows == 2
 
 
-def test_a_gap_between_shards_is_not_committed(store):
+@pytest.mark.parametrize(("count", "second"), [(None, 2), (1, 1), (3, 1)])
+def test_a_gap_between_shards_and_fewer_or_more_of_them_are_not_committed(store, count, second):
     with work_on(store) as work:
+        if count:
+            work.take_shards(count)
         work.write(0, table(0))
-        work.write(2, table(4))
-        with pytest.raises(CorruptError, match="not one row of numbers"):
-            work.commit()
-    assert store.numbers("a", "logprobs") == []
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_fewer_or_more_shards_than_there_must_be_are_not_committed(store, count):
-    with work_on(store) as work:
-        work.take_shards(count)
-        work.write(0, table(0))
-        work.write(1, table(2))
+        work.write(second, table(2))
         with pytest.raises(CorruptError, match="not one row of numbers"):
             work.commit()
     assert store.numbers("a", "logprobs") == []
@@ -256,16 +265,12 @@ def test_a_manifest_that_nobody_could_read_is_not_published(store):
             work.commit(metrics={"note": "x" * MAX_BYTES})
     assert store.numbers("a", "logprobs") == [] and verify(store) == (0, [])
     assert str(commit(store, shards=1).ref) == "a/logprobs@1"
-    assert not list(store.path.glob("a/logprobs/.staging/*"))
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "extend", "remove", "swap"])
 def test_damage_is_found_before_parsing_and_named(store, damage):
     version = commit(store)
-    first, second = (
-        version.files.folder / "part-00000.arrow",
-        version.files.folder / "part-00001.arrow",
-    )
+    first, second = shard(version, 0), shard(version, 1)
     data = bytearray(first.read_bytes())
     if damage == "flip":
         data[len(data) // 2] ^= 4
@@ -279,7 +284,7 @@ def test_damage_is_found_before_parsing_and_named(store, damage):
     else:
         first.write_bytes(second.read_bytes())
         second.write_bytes(data)
-    with pytest.raises(CorruptError, match=r"a/logprobs@1 part-00000\.arrow") as caught:
+    with pytest.raises(CorruptError, match=f"a/logprobs@1 {first.name}") as caught:
         store.open("a/logprobs@1").table()
     assert caught.value.next == "quiver verify a/logprobs@1"
     checked, bad = verify(store)
@@ -287,62 +292,46 @@ def test_damage_is_found_before_parsing_and_named(store, damage):
 
 
 def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
-    first = commit(store)
-    commit(store, Settings(seed=1), inputs={"other": first})
-    store.tag("a", "prod", first.ref)
-    path = first.files.folder / "part-00000.arrow"
-    path.write_bytes(path.read_bytes()[:-1])
-    for ref in ("a/logprobs@1", "a/logprobs@prod", None):
-        error = verify(store, ref)[1][0]
-        assert error.next == "quiver verify a/logprobs@1 --quarantine"
-        assert error.state.endswith("what refers to this one: tag prod, a/logprobs@2.")
-    shutil.rmtree(first.files.folder)
-    again = commit(store)
-    assert again.ref == first.ref and verify(store) == (2, [])
-    (first.files.folder / "manifest.json").write_bytes(b"")
-    assert "--quarantine" in verify(store, "a/logprobs@1")[1][0].next
-
-
-def test_verify_says_what_was_made_with_a_model_that_is_lost(store):
     """Rollouts have their policy among the models, not among the inputs."""
     first = commit(store)
     model = Model(role="policy", ref=str(first.ref), weights="w", tokenizer="t", template="m")
-    commit(store, Settings(seed=1), models=(model,))
-    path = first.files.folder / "part-00000.arrow"
-    path.write_bytes(path.read_bytes()[:-1])
-    (error,) = verify(store, first.ref)[1]
-    assert error.state.endswith("what refers to this one: a/logprobs@2.")
+    commit(store, Settings(seed=1), inputs={"other": first})
+    commit(store, Settings(seed=2), models=(model,))
+    store.tag("a", "prod", first.ref)
+    shard(first, 0).write_bytes(b"")
+    for ref in ("a/logprobs@1", "a/logprobs@prod", None):
+        error = verify(store, ref)[1][0]
+        assert error.next == "quiver verify a/logprobs@1 --quarantine"
+        assert error.state.endswith("this one: tag prod, a/logprobs@2, a/logprobs@3.")
+    first.files.path("manifest.json").write_bytes(b"")
+    assert "--quarantine" in verify(store, "a/logprobs@1")[1][0].next
 
 
 def test_what_another_quiver_wrote_is_not_to_be_deleted(store):
-    version = commit(store)
-    data = json.loads((version.files.folder / "manifest.json").read_bytes())
+    path = commit(store).files.path("manifest.json")
+    data = json.loads(path.read_bytes())
     del data["checksum"]
     data["format"] = FORMAT + 1
-    (version.files.folder / "manifest.json").write_bytes(
-        canonical({**data, "checksum": digest(data)})
-    )
+    path.write_bytes(canonical({**data, "checksum": digest(data)}))
     (error,) = verify(store)[1]
     assert f"format {FORMAT + 1}, expected {FORMAT}" in error.message
     assert error.next == "read it with the Quiver that wrote it"
 
 
 def test_latest_never_falls_back_in_silence(store):
+    """The next run makes the version again, whether its manifest is torn or a bit of it flips."""
     commit(store)
-    newest = commit(store, Settings(seed=1))
-    (newest.files.folder / "manifest.json").write_bytes(b"")
+    torn = commit(store, Settings(seed=1)).files.path("manifest.json")
+    torn.write_bytes(b"")
     with pytest.raises(CorruptError, match="a/logprobs@2"):
         store.open("a/logprobs@latest")
     assert store.open("a/logprobs@1").table().num_rows == 4
-    assert str(commit(store, Settings(seed=1)).ref) == "a/logprobs@3", (
-        "the next run succeeds without cleaning up"
-    )
-    flipped = bytearray((newest.files.folder.with_name("v000003") / "manifest.json").read_bytes())
+    again = commit(store, Settings(seed=1))
+    flipped = bytearray(again.files.path("manifest.json").read_bytes())
     flipped[-20] ^= 1
-    (newest.files.folder.with_name("v000003") / "manifest.json").write_bytes(flipped)
-    assert str(commit(store, Settings(seed=1)).ref) == "a/logprobs@4", (
-        "nor does a flipped bit stop it"
-    )
+    again.files.path("manifest.json").write_bytes(flipped)
+    numbers = [again.ref.version, commit(store, Settings(seed=1)).ref.version]
+    assert numbers == [3, 4]
     assert [error.object for error in verify(store)[1]] == ["a/logprobs@2", "a/logprobs@3"]
 
 
@@ -369,20 +358,6 @@ def test_references_that_lead_nowhere_say_what_there_is(store):
         assert caught.value.exit_code == 5
     with pytest.raises(LineageError, match=r"there are a/logprobs@1"):
         store.open("a/logprobs@2")
-
-
-def test_tags_move_by_compare_and_swap(store):
-    first, second = commit(store), commit(store, Settings(seed=1))
-    store.tag("a", "prod", first.ref, expected=None)
-    assert store.open("a/logprobs@prod").ref == first.ref
-    with pytest.raises(ConflictError, match="expected a/logprobs@2, found a/logprobs@1"):
-        store.tag("a", "prod", second.ref, expected=str(second.ref))
-    store.tag("a", "prod", second.ref, expected=str(first.ref))
-    assert store.open("a/logprobs@prod").ref == second.ref
-    with pytest.raises(LineageError, match="points at a/logprobs@2"):
-        store.open("a/rollouts@prod")
-    with pytest.raises(ConfigError):
-        store.tag("a", "latest", first.ref)
 
 
 def test_two_at_the_same_work_one_is_busy(store):
@@ -443,15 +418,6 @@ def test_work_that_ends_on_a_full_disk_is_free_at_once(small_disk):
     assert commit(store).manifest.rows == 4
 
 
-def test_a_reserve_that_a_power_loss_emptied_is_set_aside_again(store):
-    commit(store)
-    reserve = store.path / ".reserve"
-    size = reserve.stat().st_size
-    reserve.write_bytes(b"")
-    commit(store, Settings(seed=1))
-    assert reserve.stat().st_size == size > 0
-
-
 def test_a_folder_with_other_things_is_no_store(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="holds other things"):
@@ -488,7 +454,6 @@ def test_verify_finds_a_missing_input(store):
 def test_others_may_read_what_a_library_wrote_for_its_owner_alone(store):
     about = {"stage": "policy", "stage_version": 1, "config": Settings(), "inputs": {}}
     with begin(store, "a", "policy", **about) as work:
-        work.prepare(fresh=True)
         (work.folder / "model.safetensors").write_bytes(b"weights")
         (work.folder / "model.safetensors").chmod(0o600)
         version = work.commit()
@@ -509,20 +474,20 @@ def test_two_that_make_a_store_at_once_agree_on_its_id(tmp_path, monkeypatch):
     assert Store(path).id == others[0].id == Store(path).id
 
 
-def _staged(store, kind: str) -> list[str]:
-    return sorted(path.name for path in (store.path / "a" / kind / ".staging").iterdir())
+def unfinished(store, kind: str) -> list[str]:
+    return sorted(path.name for path in (store.path / "a" / kind / ".work").iterdir())
 
 
-def test_nothing_stays_of_a_process_that_died_between_publishing_and_clearing(store, monkeypatch):
-    with work_on(store) as work:
-        work.write(0, table(0))
-        monkeypatch.setattr(Staging, "_sweep", lambda _: None)
-        work.commit()
-        run_key = work.run_key
-    monkeypatch.undo()
-    assert any(name.startswith(run_key) for name in _staged(store, "logprobs"))
+def test_nothing_stays_of_a_process_that_died_between_publishing_and_clearing(store):
+    pid = os.fork()
+    if not pid:
+        with work_on(store) as work, failing("commit.renamed:kill"):
+            work.write(0, table(0))
+            work.commit()
+    os.waitpid(pid, 0)
+    assert store.numbers("a", "logprobs") == [1] and unfinished(store, "logprobs") != []
     commit(store, Settings(seed=1))
-    assert _staged(store, "logprobs") == []
+    assert unfinished(store, "logprobs") == []
 
 
 def test_forced_work_at_what_is_finished_is_left_alone(store):
@@ -534,40 +499,63 @@ def test_forced_work_at_what_is_finished_is_left_alone(store):
     assert store.numbers("a", "logprobs") == [first.ref.version, 2, 3]
 
 
-def test_the_staging_of_every_kind_is_cleared(store):
+def test_the_unfinished_work_of_every_kind_is_cleared(store):
     plan = Plan(store, "logprobs", 1, Settings(), "a", ("rollouts", "logprobs"))
-    with open_staging(plan):
-        assert len(_staged(store, "rollouts")) == 2
-    commit(store)
-    sleeper = store.path / f"a/rollouts/.staging/{plan.run_key}.0123456789ab"
-    sleeper.mkdir()
     with open_staging(plan) as staging:
-        assert not sleeper.exists(), "whoever takes over removes what others had ready"
+        staging.writers["rollouts"].write_note("cut", {"rows_per_shard": 1})
+    assert unfinished(store, "rollouts") == [f"{plan.run_key}.0.notes"]
+    commit(store)
+    with open_staging(plan) as staging:
         assert staging.committed
-    assert _staged(store, "rollouts") == _staged(store, "logprobs") == []
+    assert unfinished(store, "rollouts") == unfinished(store, "logprobs") == []
 
 
-def test_who_slept_while_another_took_over_is_told(store, monkeypatch):
-    """Its folder is complete but for the manifest when the other removes it; the other has not
-    committed yet."""
-    real = storage.Storage.sync_folders
+def asleep(ending: str, act):
+    """Let this process sleep once, right before it renames a folder to a name with this ending;
+    others do `act` meanwhile."""
+    acts = [act]
 
-    def sleep(self, prefix):
-        monkeypatch.undo()
-        real(self, prefix)
-        work.staging.leases.take("work", from_living=True)
-        shutil.rmtree(store.path / prefix)
+    def around(name, path, call):
+        if name == "rename" and acts and re.fullmatch(f".*{ending}", path):
+            acts.pop()()
+        return call()
 
-    with pytest.raises(BusyError, match="took this work over"), work_on(store) as work:
-        work.write(0, table(0))
-        monkeypatch.setattr(storage.Storage, "sync_folders", sleep)
-        work.commit()
-    assert store.numbers("a", "logprobs") == []
+    return watched(around)
 
 
-def test_who_slept_before_the_last_look_at_its_shards_is_told(store):
-    with pytest.raises(BusyError, match="took this work over"), work_on(store) as work:
-        work.write(0, table(0))
-        work.staging.leases.take("work", from_living=True)
-        shutil.rmtree(work.folder.with_name(f"{work.folder.name}.notes"))
-        work.commit()
+CLOSING, PUBLISHING = r"/\.work/[0-9a-f]{64}\.0\.[0-9a-f]{12}", "/v000001"
+
+
+@pytest.mark.parametrize("ending", [CLOSING, PUBLISHING])
+def test_of_a_sleeper_and_the_process_that_took_over_one_commits(store, ending):
+    """The other has begun, and found the shards, when the sleeper wakes. It either publishes them
+    in time, and the other finds that; or they were taken back."""
+
+    def take_over():
+        work.staging.lease.release()
+        other.append(stack.enter_context(work_on(store)))
+        assert other[0].has(0) and other[0].has(1)
+
+    other = []
+    with ExitStack() as stack:
+        with suppress(BusyError), work_on(store) as work, asleep(ending, take_over):
+            for index in range(2):
+                work.write(index, table(2 * index))
+            work.commit()
+        assert bool(work.done) == (ending == CLOSING)
+        other[0].commit()
+    assert other[0].done.ref.version == 1 and other[0].done.table().num_rows == 4
+    assert verify(store) == (1, []) and unfinished(store, "logprobs") == []
+
+
+def test_who_slept_before_the_last_look_at_its_shards_is_told_and_throws_nothing_away(store):
+    with ExitStack() as stack:
+        with pytest.raises(BusyError, match="took this work over"), work_on(store) as work:
+            work.write(0, table(0))
+            work.write(1, table(2))
+            work.staging.lease.release()
+            other = stack.enter_context(work_on(store))
+            other.drop(1)
+            work.take_shards(2)
+            work.commit()
+        assert other.has(0)

@@ -1,16 +1,20 @@
-"""A tag's journal: an entry for every move, none for what did not happen, and the way back."""
+"""A tag's entries: one for every move, none for what did not happen, and the way back."""
 
 import doctest
 import json
 import multiprocessing
 import shutil
+from pathlib import Path
 
 import pytest
 
 from quiver.flows.verification import verify
-from quiver.schemas.errors import ConfigError, ConflictError, CorruptError
+from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, LineageError
 from quiver.schemas.manifest import digest
-from quiver.stages.core.store import Store, storage, tags
+from quiver.schemas.refs import parse
+from quiver.stages.core.store import Store, marks, storage, tags
+from quiver.stages.core.store.listing import EXPIRED
+from tests.faults.seam import watched
 from tests.stages.core.store.test_store import Settings, commit
 
 
@@ -23,9 +27,13 @@ def line(store) -> list[tuple[str | None, str]]:
     return [(entry.before, entry.ref) for entry in store.history("a", "prod")]
 
 
+def path_of(store, number: int, name: str = "prod") -> Path:
+    return store.path / f"a/tags/{name}/{number:06d}.json"
+
+
 def test_every_move_has_its_entry(store, versions):
     first, second, *_ = versions
-    assert store.history("a", "prod") == []
+    assert store.history("a", "prod") == [] and store.tagged("a", "prod") is None
     store.tag("a", "prod", first, expected=None, why="the base")
     store.tag("a", "prod", second, expected=first, why="better", key="monday", about={"score": 0.5})
     store.tag("a", "prod", second)
@@ -40,10 +48,55 @@ def test_every_move_has_its_entry(store, versions):
         "worse",
     )
     assert base.at < moved.at < stayed.at
-    with pytest.raises(ConflictError):
-        store.tag("a", "prod", first, expected=first, key="wednesday")
+    for expected in (first, None):
+        with pytest.raises(ConflictError, match=f"expected {expected}, found {second}"):
+            store.tag("a", "prod", first, expected=expected, key="wednesday")
     assert len(store.history("a", "prod")) == 3
+    assert store.tag_names("a") == ["prod"] and store.runs() == ["a"]
+
+
+def test_a_tag_stands_for_its_version_of_its_kind(store, versions):
+    store.tag("a", "prod", versions[1])
+    assert str(store.open("a/logprobs@prod").ref) == versions[1]
+    with pytest.raises(LineageError, match=f"points at {versions[1]}"):
+        store.open("a/rollouts@prod")
+
+
+def test_a_tag_names_versions_of_its_own_run_alone(store, versions):
+    with pytest.raises(ConfigError, match="a version of another run") as caught:
+        store.tag("b", "prod", versions[0])
+    assert caught.value.next == f"quiver tag prod {versions[0]}"
     assert store.runs() == ["a"]
+
+
+def test_a_tag_does_not_stand_for_another_version_with_the_same_number(store):
+    """The folder of the highest number was deleted by hand, and its number given again."""
+    first = commit(store, Settings(seed=0))
+    store.tag("a", "prod", first.ref)
+    shutil.rmtree(first.files.folder)
+    again = commit(store, Settings(seed=1), shards=1)
+    assert again.ref == first.ref
+    with pytest.raises(LineageError, match="another version that had the number a/logprobs@1"):
+        store.resolve("a/logprobs@prod")
+    store.tag("a", "prod", again.ref)
+    assert store.open("a/logprobs@prod").manifest == again.manifest
+
+
+def test_a_version_that_expires_while_a_tag_moves_to_it_is_not_tagged(store, versions):
+    """It is marked after the look at it, and the collection may not have seen the entry."""
+    first, second, *_ = versions
+    ref = parse(second)
+    store.tag("a", "prod", first)
+
+    def around(name, path, call):
+        if name == "link" and "/tags/" in path and store.exists(ref):
+            marks.write(store.storage, ref, EXPIRED, "gc")
+        return call()
+
+    with watched(around), pytest.raises(LineageError, match="expired"):
+        store.tag("a", "prod", second)
+    assert line(store) == [(None, first), (first, second), (second, first)]
+    assert str(store.resolve("a/logprobs@prod")) == first and not store.exists(ref)
 
 
 @pytest.mark.parametrize("name", ["latest", "7"])
@@ -61,28 +114,27 @@ def test_what_was_decided_stays_decided(store, versions):
     assert len(store.history("a", "prod")) == 2
 
 
-def test_a_move_that_a_crash_stopped_did_not_happen(store, versions, monkeypatch):
-    """The process dies before the entry is put, or after it and before the file beside it."""
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_move_that_a_crash_stopped_did_not_happen_or_is_done(store, versions, moment):
+    """The process dies right before or after its entry appears."""
     first, second, *_ = versions
     store.tag("a", "prod", first)
 
-    def die(*_, **__):
+    def die(name, path, call):
+        if name != "link":
+            return call()
+        if moment == "after":
+            call()
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
-        patched.setattr(storage, "replacing", die)
-        with pytest.raises(KeyboardInterrupt):
-            store.tag("a", "prod", second, expected=first, key="night 1")
-    assert line(store) == [(None, first)]
-    assert str(store.resolve("a/logprobs@prod")) == first
-    with monkeypatch.context() as patched:
-        patched.setattr(storage.Storage, "write", die)
-        with pytest.raises(KeyboardInterrupt):
-            store.tag("a", "prod", second, expected=first, key="night 1")
-    assert line(store) == [(None, first), (first, second)], "the entry is the move"
-    assert str(store.resolve("a/logprobs@prod")) == second
+    with watched(die), pytest.raises(KeyboardInterrupt):
+        store.tag("a", "prod", second, expected=first, key="night 1")
+    entries = [(None, first), (first, second)]
+    assert line(store) == (entries if moment == "after" else entries[:1])
+    assert str(store.resolve("a/logprobs@prod")) == (second if moment == "after" else first)
+    assert verify(store)[1] == []
     store.tag("a", "prod", second, expected=first, key="night 1")
-    assert len(line(store)) == 2
+    assert line(store) == entries
 
 
 def _race(path, expected, target, key, start, answers):
@@ -121,7 +173,7 @@ def test_of_two_that_move_at_once_one_does(store, versions, same_key):
 
 @pytest.mark.parametrize("moment", range(12))
 def test_another_moves_the_tag_between_any_two_looks_at_it(store, versions, monkeypatch, moment):
-    """What this process decides on is the tag at one moment, not its journal then and its target
+    """What this process decides on is the tag at one moment, not its history then and its target
     later."""
     first, second, *_ = versions
     store.tag("a", "prod", first)
@@ -157,46 +209,24 @@ def test_the_way_back_leaves_out_what_was_given_up(store, versions):
     assert doctest.testmod(tags).failed == 0
 
 
-@pytest.mark.parametrize("trick", ["again", "of another tag", "swapped", "the newest is gone"])
+@pytest.mark.parametrize("trick", ["again", "of another tag", "swapped"])
 def test_an_entry_counts_in_its_own_place_alone(store, versions, trick):
     for ref in versions[:3]:
         store.tag("a", "prod", ref)
     store.tag("a", "best", versions[0])
-    folder = store.path / "a/tags/.prod"
     if trick == "again":
-        shutil.copy(folder / "000002", folder / "000004")
+        shutil.copy(path_of(store, 2), path_of(store, 4))
     elif trick == "of another tag":
-        shutil.copy(store.path / "a/tags/.best/000001", folder / "000004")
-    elif trick == "swapped":
-        (folder / "000003").rename(folder / "x")
-        (folder / "000002").rename(folder / "000003")
-        (folder / "x").rename(folder / "000002")
+        shutil.copy(path_of(store, 1, "best"), path_of(store, 4))
     else:
-        (folder / "000003").unlink()
-    with pytest.raises(CorruptError):
+        path_of(store, 2).replace(path_of(store, 3))
+    with pytest.raises(CorruptError, match="it is another entry's"):
         store.resolve("a/logprobs@prod")
 
 
-def test_a_tag_without_a_journal_is_told_and_gets_one(store, versions):
-    """Nothing says whether its file is what was written."""
-    (store.path / "a/tags").mkdir()
-    (store.path / "a/tags/prod").write_text(f"{versions[0]}\n")
-    for call in (lambda: store.resolve("a/logprobs@prod"), lambda: store.history("a", "prod")):
-        with pytest.raises(
-            CorruptError, match=f"says {versions[0]}, its journal is gone"
-        ) as caught:
-            call()
-        assert caught.value.next == f"quiver tag prod {versions[0]}"
-    (error,) = verify(store)[1]
-    assert error.next == caught.value.next
-    store.tag("a", "prod", versions[1])
-    assert line(store) == [(versions[0], versions[1])]
-    assert tags.previous(store.history("a", "prod")) == versions[0]
-
-
 def sealed(store, **changes) -> bytes:
-    """The first entry of the journal with other words, and the checksum that fits them."""
-    fields = json.loads((store.path / "a/tags/.prod/000001").read_bytes())
+    """The first entry with other words, and the checksum that fits them."""
+    fields = json.loads(path_of(store, 1).read_bytes())
     del fields["checksum"]
     fields |= changes
     return json.dumps({**fields, "checksum": digest(fields)}).encode()
@@ -207,111 +237,67 @@ def sealed(store, **changes) -> bytes:
 def test_an_entry_that_names_no_version_is_told(store, versions, name, ref):
     """One that named its own tag was followed for ever."""
     store.tag("a", "prod", versions[0])
-    (store.path / "a/tags/.prod/000001").write_bytes(sealed(store, **{name: ref}))
-    with pytest.raises(CorruptError, match="000001 cannot be read"):
+    path_of(store, 1).write_bytes(sealed(store, **{name: ref}))
+    with pytest.raises(CorruptError, match="entry 1 cannot be read"):
         store.resolve("a/logprobs@prod")
 
 
-@pytest.mark.parametrize("damage", [b"{", b"\xff", b'{"at": "2026"}', b"[1]", b"[" * 5000, None])
-def test_a_journal_that_can_not_be_read_is_told(store, versions, damage):
-    store.tag("a", "prod", versions[0])
-    path = store.path / "a/tags/.prod/000001"
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"{", b"\xff", b'{"at": "2026"}', b"[1]", b"[" * 5000, "flipped", "folder", "loop"],
+)
+def test_an_entry_that_cannot_be_read_is_told(store, versions, damage):
+    """Nobody takes an older one for the newest; who says what is meant may go on."""
+    for ref in versions[:2]:
+        store.tag("a", "prod", ref)
+    path = path_of(store, 2)
     flipped = bytearray(path.read_bytes())
     flipped[-20] ^= 1
-    path.write_bytes(flipped if damage is None else damage)
-    for call in (
-        lambda: store.history("a", "prod"),
-        lambda: store.resolve("a/logprobs@prod"),
-        lambda: store.tag("a", "prod", versions[1]),
-    ):
-        with pytest.raises(CorruptError, match="000001 cannot be read") as caught:
-            call()
-        # an entry that is gone takes its decision along, so the tag has to be pointed again
-        assert caught.value.next.endswith("let the tag point at the version that is meant")
-
-
-def test_verify_reads_the_entries_of_old_moves_too(store, versions):
-    for ref in versions[:3]:
-        store.tag("a", "prod", ref)
-    (store.path / "a/tags/.prod/000001").write_bytes(b"{")
-    assert store.tagged("a", "prod") == versions[2]
-    (error,) = verify(store)[1]
-    assert "000001 cannot be read" in error.message
-
-
-@pytest.mark.parametrize(
-    "damage", [b"a/logprobs@prod", b"\xff", b"", b"a/nothing@1", "folder", "loop"]
-)
-def test_a_file_that_names_no_version_is_told(store, versions, damage):
-    path = store.path / "a/tags/prod"
-    path.parent.mkdir()
+    path.unlink()
     if damage == "folder":
         path.mkdir()
     elif damage == "loop":
         path.symlink_to(path)
     else:
-        path.write_bytes(damage)
-    for call in (lambda: store.resolve("a/logprobs@prod"), lambda: store.history("a", "prod")):
-        with pytest.raises(CorruptError, match="prod cannot be read"):
+        path.write_bytes(flipped if damage == "flipped" else damage)
+    for call in (
+        lambda: store.history("a", "prod"),
+        lambda: store.resolve("a/logprobs@prod"),
+        lambda: store.tag("a", "prod", versions[2], expected=versions[1]),
+    ):
+        with pytest.raises(CorruptError, match="entry 2 cannot be read") as caught:
             call()
+        # an entry that is deleted takes its decision along, so the tag has to be pointed again
+        assert caught.value.next.endswith("let the tag point at the version that is meant")
+    (error,) = verify(store)[1]
+    assert str(error) == str(caught.value)
+    store.tag("a", "prod", versions[2])
+    assert str(store.resolve("a/logprobs@prod")) == versions[2]
+
+
+def test_verify_reads_the_entries_of_old_moves_too(store, versions):
+    for ref in versions[:3]:
+        store.tag("a", "prod", ref)
+    path_of(store, 1).write_bytes(b"{")
+    assert store.tagged("a", "prod") == versions[2]
+    (error,) = verify(store)[1]
+    assert "entry 1 cannot be read" in error.message
+
+
+def test_what_lies_beside_entries_is_no_entry(store, versions):
+    store.tag("a", "prod", versions[0])
+    for name in ("000002.json.1-01234567-0123.tmp", "notes.txt", "00003.json", "latest", "x.json"):
+        path_of(store, 1).with_name(name).write_text("")
+    (store.path / "a/tags/prod.17-01234567-0123.tmp").write_text("")
+    assert store.tagged("a", "prod") == versions[0] and store.tag_names("a") == ["prod"]
+    assert verify(store)[1] == []
+    store.tag("a", "prod", versions[1])
+    assert path_of(store, 2).exists()
 
 
 def test_a_tag_goes_on_where_a_torn_entry_in_the_middle_was_deleted(store, versions):
     for ref in versions[:3]:
         store.tag("a", "prod", ref)
-    (store.path / "a/tags/.prod/000002").unlink()
+    path_of(store, 2).unlink()
     store.tag("a", "prod", versions[3])
     assert [ref for _, ref in line(store)] == [versions[0], versions[2], versions[3]]
-
-
-@pytest.mark.parametrize("num_lost", [1, 2, 3])
-@pytest.mark.parametrize("end", ["back", "forth", "stays"])
-def test_where_the_newest_entries_are_gone_nobody_takes_an_older_one_for_it(
-    store, versions, num_lost, end
-):
-    """Also where the tag came back to what an older one says."""
-    first, second, *_ = versions
-    moves = {"back": [first, second, first], "forth": [first, second, first, second]}
-    for ref in moves.get(end, [first, second]):
-        store.tag("a", "prod", ref)
-    if end == "stays":
-        store.tag("a", "prod", second, key="night")
-    pointed_at = store.tagged("a", "prod")
-    entries = sorted((store.path / "a/tags/.prod").glob("0*"))
-    for path in entries[-num_lost:]:
-        path.unlink()
-    said = f"{entries[-1].name} cannot be read"
-    for call in (
-        lambda: store.resolve("a/logprobs@prod"),
-        lambda: store.history("a", "prod"),
-        lambda: store.tag("a", "prod", versions[3], expected=pointed_at),
-    ):
-        with pytest.raises(CorruptError, match=said):
-            call()
-    (error,) = verify(store)[1]
-    assert said in error.message
-    store.tag("a", "prod", pointed_at)
-    assert store.tagged("a", "prod") == pointed_at and verify(store)[1] == []
-
-
-def test_a_number_of_the_newest_entry_that_is_none_is_told(store, versions):
-    for ref in versions[:2]:
-        store.tag("a", "prod", ref)
-    for text in ("", "x\n"):
-        (store.path / "a/tags/.prod/newest").write_text(text)
-        with pytest.raises(CorruptError, match="newest cannot be read"):
-            store.resolve("a/logprobs@prod")
-
-
-def test_a_tag_whose_newest_number_was_not_noted_is_read_by_its_journal(store, versions):
-    """A process died before it noted the number."""
-    store.tag("a", "prod", versions[0])
-    newest = store.path / "a/tags/.prod/newest"
-    before = newest.read_bytes()
-    store.tag("a", "prod", versions[1])
-    newest.write_bytes(before)
-    assert store.tagged("a", "prod") == versions[1]
-    newest.unlink()
-    assert store.tagged("a", "prod") == versions[1] and verify(store)[1] == []
-    store.tag("a", "prod", versions[1])
-    assert newest.read_text() == "2\n"
