@@ -20,6 +20,7 @@ import os
 import pkgutil
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,30 +33,30 @@ from tests.faults.seam import watched
 VARIABLE = "QUIVER_TEST_FAIL"
 REACHED = "QUIVER_TEST_REACHED"
 STARTED = Path(__file__).parent / "started"
-_NOT_RENEWED = "(?!utime).*"  # a thread renews leases, now and then
 _IN_STORE = "/store(/.*)?"
-_CANDIDATE = r"/\.staging/[0-9a-f]{64}\.[0-9a-f]{12}"
+_WORK = r"/\.work/[0-9a-f]{64}\.\d+"
+_PRIVATE = _WORK + r"\.[0-9a-f]{12}"
 _VERSION = r"/v\d{6,}"
 PLACES = {
     # any change of a folder named `store`, or of what lies in it
-    "before": ("before", _NOT_RENEWED, _IN_STORE),
-    "after": ("after", _NOT_RENEWED, _IN_STORE),
+    "before": ("before", ".*", _IN_STORE),
+    "after": ("after", ".*", _IN_STORE),
     # a shard counts
-    "shard.noted": ("after", "replace", r"\.notes/part-\d+\.arrow\.json"),
+    "shard.noted": ("after", "link", _WORK + r"\.notes/part-\d+\.json"),
     # of a checkpoint the tensors are there, but not what they are; sealed, not flushed
-    "checkpoint.half": ("before", "fsync", _CANDIDATE + r"/\w+/state\.json"),
-    "checkpoint.flushing": ("before", "fsync", _CANDIDATE + r"/.+\.safetensors"),
+    "checkpoint.half": ("before", "fsync", _PRIVATE + r"/\w+/state\.json"),
+    "checkpoint.flushing": ("before", "fsync", _PRIVATE + r"/.+\.safetensors"),
     # a training's state is written, but no note; the training goes on from here
-    "resume.saved": ("before", "fsync", r"\.resume/state-.+"),
-    "resume.noted": ("after", "replace", r"\.resume/progress"),
-    # the folder is complete; it will be visible; it is, but in no ledger; in no index
-    "commit.staged": ("after", "replace", _CANDIDATE + r"/manifest\.json"),
+    "resume.saved": ("before", "fsync", _WORK + r"\.resume/state-.+"),
+    "resume.noted": ("after", "replace", _WORK + r"\.resume/progress"),
+    # the process has the folder to itself; it is complete; it will be visible; it is
+    "commit.private": ("after", "rename", _PRIVATE),
+    "commit.staged": ("after", "replace", _PRIVATE + r"/manifest\.json"),
     "commit.renaming": ("before", "rename", _VERSION),
     "commit.renamed": ("after", "rename", _VERSION),
-    "commit.noted": ("after", "replace", r"/\.ledger/v\d{6,}\.[0-9a-f]{64}"),
     # another process sees it from now on; it is renewed
     "lease.taken": ("after", "link", r"\.leases/[^/]+/0*1"),
-    "lease.renewed": ("after", "utime", r"\.leases/[^/]+/\d+"),
+    "lease.renewed": ("after", "replace", r"\.leases/[^/]+/\d+"),
     # a worker's answer is there, in no shard; a stage is done, and its flow does not know yet
     "worker.answered": ("after", "quiver.stages.core.run.workers.Worker.ask", ""),
     "flow.answered": ("after", "quiver.stages.core.run.runner.ask", ""),
@@ -70,6 +71,7 @@ class Failure:
 
     def __init__(self, words: str) -> None:
         place, times, self._action, number = _WORDS.fullmatch(words).groups()
+        self._is_renewal = place == "lease.renewed"
         self.moment, self.call, ending = PLACES[place]
         self._path = re.compile(f".*{ending}")
         self._times = int(times or 1)
@@ -80,8 +82,12 @@ class Failure:
 
     def around(self, call: str, path: str, do: Callable[[], Any]) -> Any:
         """Do a call of the seam, and fail before or after it."""
-        is_here = re.fullmatch(self.call, call) and self._path.fullmatch(
-            _HALF_WRITTEN.sub("", path)
+        # a thread renews leases, now and then
+        is_renewal = threading.current_thread().name == "leases"
+        is_here = (
+            is_renewal == self._is_renewal
+            and re.fullmatch(self.call, call)
+            and self._path.fullmatch(_HALF_WRITTEN.sub("", path))
         )
         if is_here and self.moment == "before":
             self.pass_by(call, path)

@@ -8,6 +8,7 @@ two things, no edge leads to what is missing and not expired, and the next run s
 from __future__ import annotations
 
 import copy
+import json
 import os
 import pickle
 import shutil
@@ -16,8 +17,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +31,13 @@ from safetensors.torch import save_file
 
 from quiver.flows import verification
 from quiver.schemas import advantages, logprobs, refs, updates
-from quiver.schemas.errors import QuiverError
+from quiver.schemas.errors import BusyError, QuiverError
 from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Store, Version, leases
 from quiver.stages.core.store.arrow_check import ArrowCheck
-from quiver.stages.core.store.collection import Rule, collect
+from quiver.stages.core.store.listing import EXPIRED, REMOVED
 from quiver.stages.core.store.notes import PROGRESS
-from quiver.stages.core.store.retention import remove
+from quiver.stages.core.store.retention import Rule, collect, remove
 from quiver.stages.core.store.writer import open_staging
 from quiver.stages.optimize.optimizer import write_tensors
 from quiver.stages.optimize.resume import SavedProgress
@@ -107,17 +109,17 @@ def slow_version(path: Path, seed: int) -> Iterator[Acknowledged]:
         patch.object(leases, "SECONDS_BETWEEN_RENEWALS", 0.001),
         patch.object(leases, "_thread", None),  # the one that is there sleeps for longer
     ):
-        lease = leases.Leases(Store(path).storage, "a/logprobs/.staging/other.leases").take("work")
+        lease = leases.Leases(Store(path).storage, "a/logprobs/.work/other.leases").take("work")
         time.sleep(0.02)
         yield from one_version(path, seed)
         lease.release()
 
 
 def left_by_the_dead(path: Path, seed: int) -> None:
-    """Half of the shards of a version, and the lease of a process that is no more."""
+    """A shard of a version, and leases of two processes that are no more."""
     earlier(path, seed)
-    for share in (None, True):
-        killed(lambda share=share: one_version(path, seed, share), "shard.noted")
+    killed(lambda: one_version(path, seed), "shard.noted")
+    killed(lambda: one_version(path, seed, share=True), "lease.taken@2")
 
 
 def three_kinds(
@@ -171,7 +173,7 @@ def _train(plan: Plan, seed: int, starts_over: bool) -> None:
         agree=lambda is_time: is_time,
     )
     progress = SavedProgress(plan, pa.array([]), saves=True)
-    saved = plan.store.storage.exists(f"{plan.name}/.staging/{plan.run_key}.resume/{PROGRESS}")
+    saved = plan.store.storage.stamp(f"{plan.work}.resume/{PROGRESS}") is not None
     _, begin, _ = progress.load(trainer)
     assert bool(begin) == saved or starts_over, "a saved step is done again"
     for step in range(begin, 3):
@@ -230,19 +232,17 @@ def two_or_three(path: Path, seed: int) -> None:
 
 
 def cleaning(path: Path, seed: int) -> Iterator[Acknowledged]:
-    """A version is made; then all others of its kind, and a policy's optimizer state, go to the
-    trash and out of it."""
+    """A version is made; then all others of its kind, and a policy's optimizer state, expire, and
+    their data are deleted."""
     yield from one_version(path, seed)
-    store = Store(path)
-    for _ in range(2):
-        collect(store, Rule(keep=1, moments=0, grace_seconds=0), apply=True)
+    collect(Store(path), Rule(keep=1, moments=0, grace_seconds=0), apply=True)
     for number in (1, 2, 3):
         yield "gone", f"a/logprobs@{number}"
-    assert not store.storage.exists("a/policy/v000001/optimizer")
+    assert not (path / "a/policy/v000001/optimizer").exists()
 
 
 def three_and_a_policy(path: Path, seed: int) -> None:
-    """Of even seeds, an earlier gc has taken the first two versions to the trash."""
+    """Of even seeds, the first two versions are marked already."""
     earlier(path, 2)
     written(path, 102, 1)
     list(three_kinds(path, 100))
@@ -313,9 +313,17 @@ class Known:
             self.contents.setdefault(ref, store.open(ref).manifest.content_hash)
 
 
-def is_expired(store: Store, ref: refs.Ref) -> bool:
-    """Whether the ledger says that it was deleted on purpose."""
-    return store.ledger(ref.run, ref.kind).tombstone(ref.version) is not None
+def is_marked(store: Store, ref: refs.Ref) -> bool:
+    """Whether a mark says that it expired, or was removed on purpose."""
+    marks = store.listing(ref.run, ref.kind).marks
+    return ref.version in marks[EXPIRED] | marks[REMOVED]
+
+
+def every_version(store: Store) -> Iterator[Version]:
+    """Also the marked ones: their manifests stay."""
+    for run, kind in product(store.runs(), refs.KINDS):
+        for number in store.listing(run, kind).numbers:
+            yield store.version(refs.Ref(run, kind, number))
 
 
 _arrow_check = ArrowCheck()
@@ -333,37 +341,39 @@ def require_invariants(path: Path, known: Known, acknowledged: list[Acknowledged
     for step in acknowledged:
         known.acknowledge(*step, store)
     _, errors = verified(store)
-    assert [str(error) for error in errors if " staged " not in error.object] == []
-    manifests = {str(ref): store.open(ref).manifest for ref in store.refs()}
+    told = [str(error) for error in errors if " unfinished " not in error.object]
+    assert told == [], told
+    manifests = {str(version.ref): version.manifest for version in every_version(store)}
     for ref, raw in known.manifests.items():
         parsed = refs.parse(ref)
-        if ref in known.leaving and ref not in manifests:
-            assert is_expired(store, parsed), f"{ref} is gone"
-        else:
-            assert (path / parsed.folder / "manifest.json").read_bytes() == raw, ref
+        assert (path / parsed.folder / "manifest.json").read_bytes() == raw, ref
+        is_there = store.exists(parsed)
+        assert is_there or (ref in known.leaving and is_marked(store, parsed)), f"{ref} is gone"
     for ref, manifest in manifests.items():
         now = manifest.content_hash
         assert known.contents.setdefault(ref, now) == now, f"{ref} was given twice"
-        for parent in map(refs.parse, (entry.ref for entry in manifest.inputs)):
-            is_explained = store.exists(parent) or is_expired(store, parent)
-            assert is_explained, f"{ref} was made of {parent}"
+        assert {entry.ref for entry in manifest.inputs} <= manifests.keys(), f"{ref}: of what?"
     if known.tags:
         assert store.tagged("a", "prod") in known.tags
 
 
-def finished_shards(path: Path) -> dict[str, int]:
-    """Name and inode of the staged shards that count."""
-    inodes = {}
-    for note in path.glob("a/logprobs/.staging/*.notes/part-*.arrow.json"):
-        shard = note.parent.with_suffix("") / note.stem
-        if shard.exists():
-            inodes[note.stem] = shard.stat().st_ino
-    return inodes
+def noted_shards(path: Path) -> set[str]:
+    """Names of the unfinished work's shards that count."""
+    names = set()
+    for note in path.glob("a/*/.work/*.notes/part-*.json"):
+        with suppress(ValueError):  # torn
+            names.add(json.loads(note.read_bytes())["name"])
+    return names
+
+
+def shards_in(folder: Path) -> dict[str, int]:
+    """The inode of each shard below a folder, by its name."""
+    return {file.name: file.stat().st_ino for file in folder.rglob("part-*.arrow")}
 
 
 def require_next_run(path: Path, scene: Scene, seed: int, known: Known) -> None:
-    """I6 and I7: the same again succeeds, does what is missing, once, and leaves nothing staged."""
-    inodes = finished_shards(path)
+    """I6 and I7: the same again succeeds, does what is missing, once, and leaves no work."""
+    noted, before = noted_shards(path), shards_in(path / "a")
     acknowledged = list(scene.steps(path, seed))
     require_invariants(path, known, acknowledged)
     store = Store(path)
@@ -371,11 +381,11 @@ def require_next_run(path: Path, scene: Scene, seed: int, known: Known) -> None:
     for kind in {ref.kind for ref in made}:
         run_keys = Counter(version.manifest.run_key for version in store.versions("a", kind))
         assert set(run_keys.values()) == {1}, f"{kind}: a version was made twice"
-        assert store.storage.list(f"a/{kind}/.staging") in ([], ["other.leases"])
-    if scene.keeps_shards and inodes:
-        folder = path / made[-1].folder
-        kept = {name: (folder / name).stat().st_ino for name in inodes}
-        assert kept == inodes, "a finished shard was done again"
+        assert store.storage.list(f"a/{kind}/.work") in ([], ["other.leases"])
+    if scene.keeps_shards and made:
+        kept = shards_in(path / made[-1].folder)
+        for name in noted & before.keys():
+            assert kept[name] == before[name], "a finished shard was done again"
 
 
 # -- one trial
@@ -414,9 +424,12 @@ class Trial:
 
 
 def in_child(
-    steps: Callable[[], Iterator[Acknowledged]], failure: str = ""
+    steps: Callable[[], Iterator[Acknowledged]],
+    failure: str = "",
+    meanwhile: Callable[[], None] | None = None,
 ) -> tuple[int, list[Acknowledged]]:
-    """Do the steps in a process of its own, which fails: its exit code, and what it acknowledged."""
+    """Do the steps in a process of its own, which fails: its exit code, and what it acknowledged.
+    `meanwhile` is done while it is stopped; E-BUSY ends it well."""
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -424,13 +437,20 @@ def in_child(
         try:
             os.close(reader)
             signal.alarm(60)
-            with failing(failure) if failure else nullcontext():
+            with failing(failure) if failure else nullcontext(), suppress(BusyError):
                 for step in steps():
                     os.write(writer, pickle.dumps(step))
             code = 0
         finally:
             os._exit(code)
     os.close(writer)
+    if meanwhile is not None:
+        _, status = os.waitpid(pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status), f"{failure} was not reached"
+        try:
+            meanwhile()
+        finally:
+            os.kill(pid, signal.SIGCONT)
     acknowledged = []
     with open(reader, "rb") as stream:
         while stream.peek():

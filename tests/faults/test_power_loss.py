@@ -50,31 +50,9 @@ def test_every_state_is_whole(fast_path, record_property, name, is_full):
     record_property("states after a power loss", count)
 
 
-@pytest.mark.parametrize("name", ["rm", "gc"])
-def test_nothing_is_deleted_before_the_folder_that_it_left_is_flushed(fast_path, name):
-    """Else a version might come back half deleted."""
-    recording = recorded(Trial(name, 1, fast_path))
-    moved = []
-    for number, (what, *about) in enumerate(recording.events):
-        changes = about[0] if what == "changed" else {}
-        for (folder, entry), now in changes.items():
-            version = recording.names.get(folder, {}).get(entry)
-            if entry == "v000001" and now is None and version is not None:
-                moved.append((number, folder, version))
-    assert moved
-    for number, folder, version in moved:
-        later = recording.events[number:]
-        deleted = [
-            position
-            for position, (what, *about) in enumerate(later)
-            if what == "changed" and any(changed == version for changed, _ in about[0])
-        ]
-        assert deleted and ("flushed", folder) in later[: deleted[0]]
-
-
 @pytest.mark.parametrize("mutant", mutants.NOTICED_BY_A_POWER_LOSS)
 def test_a_mutant_is_noticed(fast_path, record_property, mutant):
-    trial = Trial("alone", 1, fast_path)
+    trial = Trial(mutants.NOTICED_BY_A_POWER_LOSS[mutant], 1, fast_path)
     states = list(crash_states(recorded(trial, mutant)))
     for state in some(states, len(states), False):
         try:

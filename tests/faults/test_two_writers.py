@@ -22,8 +22,8 @@ from tests.faults.two_writers import CONTESTS
 def orders(name: str, folder) -> list[tuple[int, int]]:
     """After how many calls of the first, and then of the second, the other goes on."""
     environment()  # asks git once
-    count, _ = CONTESTS[name].run(folder / "count", math.inf, math.inf)
-    orders = list(product(range(count), repeat=2))
+    counts = CONTESTS[name].run(folder / "count", math.inf, math.inf)
+    orders = list(product(range(counts[0]), range(max(counts) + 1)))
     Random(0).shuffle(orders)
     return orders
 
@@ -44,14 +44,10 @@ def test_a_mutant_is_noticed(fast_path, record_property, mutant):
         try:
             with mutant():
                 CONTESTS[name].run(fast_path / str(number), *order)
-        except (AssertionError, QuiverError):
+        except (AssertionError, QuiverError, FileNotFoundError):
             record_property("protocol mutants noticed", 1)
             return
     pytest.fail("no order shows it")
-
-
-def test_the_mutants_are_seven():
-    assert len({*mutants.NOTICED_BY_A_POWER_LOSS, *mutants.NOTICED_BY_TWO_WRITERS}) == 7
 
 
 def _commit_many(path, writer: int, count: int) -> None:

@@ -11,17 +11,21 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from quiver.schemas.errors import BusyError, ConflictError, QuiverError
+from quiver.schemas.errors import BusyError, ConflictError, LineageError, QuiverError
+from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Store, leases
+from quiver.stages.core.store.retention import Rule, collect, remove
 from tests.faults import scenes
 from tests.faults.seam import watched
 
-_SECONDS = 30
+_SECONDS = 10
+_MOST_CALLS = 2_000
 Outcome = str | QuiverError
 
 
@@ -54,6 +58,7 @@ class _Turns:
                     self._wait_for(number)
                 self._left[number] -= 1
                 self.counts[number] += 1
+                assert self.counts[number] < _MOST_CALLS, "it turns round and round"
         return call()
 
     def end(self, number: int) -> None:
@@ -78,6 +83,8 @@ class Contest:
     """Is given 0 or 1."""
     before: Callable[[Path], None]
     require: Callable[[Path, list[Outcome]], None]
+    seconds_to_live: float = 0.0
+    """Of a lease."""
 
     def run(self, path: Path, *lengths: float) -> list[int]:
         """Let them do it in turns of these lengths, and look at what came of it. How many calls
@@ -98,7 +105,12 @@ class Contest:
                 turns.end(number)
 
         threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-        with patch.object(leases, "SECONDS_TO_LIVE", 0.0), watched(turns.around):
+        with (
+            patch.object(leases, "SECONDS_TO_LIVE", self.seconds_to_live),
+            # Python 3.11 computes it in one thread at a time, whosever it is
+            patch.object(Plan.attempt, "lock", nullcontext()),
+            watched(turns.around),
+        ):
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -158,7 +170,31 @@ def _require_one_move(path: Path, outcomes: list[Outcome]) -> None:
     store = Store(path)
     assert store.tagged("a", "prod") == moved
     assert [entry.ref for entry in store.history("a", "prod")] == ["a/logprobs@1", moved]
-    store.verify_tag("a", "prod")
+
+
+def _clean(path: Path) -> str:
+    collect(Store(path), Rule(keep=1, grace_seconds=0), apply=True)
+    return "cleaned"
+
+
+def _require_what_is_tagged(path: Path, outcomes: list[Outcome]) -> None:
+    """Who tags a version that expires meanwhile is told; else it stays, also after another gc."""
+    moved, cleaned = outcomes
+    assert cleaned == "cleaned" and isinstance(moved, LineageError | str), outcomes
+    _clean(path)
+    store = Store(path)
+    assert store.tagged("a", "prod") == (moved if isinstance(moved, str) else "a/logprobs@1")
+    assert store.open("a/logprobs@prod").table().num_rows == 2
+    scenes.require_invariants(path, scenes.Known(), [])
+
+
+def _require_one_of(path: Path, outcomes: list[Outcome]) -> None:
+    """A version that a stage reads is not removed; and a stage does not begin with a removed
+    one."""
+    made, removed = outcomes
+    assert isinstance(made, LineageError | str) and isinstance(removed, ConflictError | str)
+    assert not isinstance(removed, ConflictError) or Store(path).open("a/logprobs@2").table()
+    scenes.require_invariants(path, scenes.Known.of(path), [])
 
 
 def _tagged(path: Path) -> None:
@@ -189,4 +225,19 @@ CONTESTS = {
         _require_each,
     ),
     "a tag": Contest(_move, _tagged, _require_one_move),
+    "a tag beside gc": Contest(
+        lambda path, number: _clean(path) if number else _move(path, 0),
+        _tagged,
+        _require_what_is_tagged,
+    ),
+    "a stage beside rm": Contest(
+        lambda path, number: str(
+            remove(Store(path), "a/logprobs@2")[0]
+            if number
+            else scenes.written(path, 1, 1, inputs=["a/logprobs@2"]).ref
+        ),
+        _tagged,
+        _require_one_of,
+        seconds_to_live=60.0,
+    ),
 }

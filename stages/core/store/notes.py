@@ -135,7 +135,9 @@ def _is_damaged(storage: Storage, prefix: str, name: str) -> bool:
     file = f"{prefix}/{note['file']}" if "file" in note else f"{shards}/{note['name']}"
     try:
         return storage.check(file)[1] != note["sha256"]
-    except (FileNotFoundError, CorruptError):
+    except FileNotFoundError:
+        return False  # it is being published, or it is made again
+    except CorruptError:
         return True
 
 

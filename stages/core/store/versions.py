@@ -110,8 +110,10 @@ class VersionFiles:
         return self._storage.read(f"{self._prefix}/{name}")
 
     def sizes(self) -> dict[str, int]:
-        """Return the actual size in bytes of each file that is there, listed or not, by name."""
-        return self._storage.files(self._prefix)
+        """Return the actual size in bytes of each file that is there, listed or not, by name; but
+        for what a collection has begun to delete."""
+        sizes = self._storage.files(self._prefix)
+        return {name: size for name, size in sizes.items() if ".gone/" not in name}
 
 
 class Version:
