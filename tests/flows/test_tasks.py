@@ -15,8 +15,8 @@ from quiver.flows.calls import labels_of
 from quiver.flows.placement import GivenUp
 from quiver.flows.tasks import stage_task, worth_retrying
 from quiver.schemas import errors
-from quiver.stages.core.store import Store
 from quiver.stages.core.files import storage_errors
+from quiver.stages.core.store import Store
 from tests.flows.conftest import command_environment, quiver
 
 FLOWS = {
