@@ -18,7 +18,6 @@ from quiver.flows.retention import Retention, clean_up
 from quiver.flows.verification import verify
 from quiver.schemas.errors import ConflictError, CorruptError, LineageError
 from quiver.schemas.manifest import digest
-from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, marks, retention
 from quiver.stages.core.store.listing import EXPIRED, REMOVED
 from quiver.stages.core.store.retention import Rule, collect, find_kept, remove
@@ -328,25 +327,29 @@ def when_called(monkeypatch, owner, name: str, act: Callable, *, call: int, befo
 
 
 NEEDS = {
-    "tag": lambda store, stack, ref: store.tag("a", "prod", ref),
-    "input": lambda store, stack, ref: stack.enter_context(
-        begin(store, "b", "logprobs", **plan(7, inputs={"first": store.open(ref)}))
+    "tag": lambda store, stack, version: store.tag("a", "prod", version.ref),
+    "input": lambda store, stack, version: stack.enter_context(
+        begin(store, "b", "logprobs", **plan(7, inputs={"first": version}))
     ),
-    "model": lambda store, stack, ref: stack.enter_context(
-        begin(store, "b", "logprobs", **plan(7, models={"first": store.open(ref)}))
+    "model": lambda store, stack, version: stack.enter_context(
+        begin(store, "b", "logprobs", **plan(7, models={"first": version}))
     ),
 }
 """What may need a version: a tag, or a stage at work."""
+
+
+def needed_by(need: str) -> str:
+    """The version of a `line` that is needed, and that a collection would not keep."""
+    return "a/policy@0" if need == "model" else "a/logprobs@1"
 
 
 @pytest.mark.parametrize("need", NEEDS)
 def test_what_comes_into_use_right_before_its_mark_keeps_its_data(store, monkeypatch, need):
     """A collection had looked already. Its second look sees the tag or the stage."""
     line(store)
-    ref = "a/policy@0" if need == "model" else "a/logprobs@1"
-    version = store.open(ref)
+    version = store.open(needed_by(need))
     with ExitStack() as stack:
-        act = lambda: NEEDS[need](store, stack, ref)  # noqa: E731
+        act = lambda: NEEDS[need](store, stack, version)  # noqa: E731
         when_called(monkeypatch, retention, "find_kept", act, call=1, before=False)
         for _ in range(2):
             collect(store, ALL, apply=True)
@@ -361,34 +364,35 @@ def test_what_comes_into_use_right_before_its_mark_keeps_its_data(store, monkeyp
         assert expired_files(store) == []
 
 
-@pytest.mark.parametrize("need", ["tag", "input"])
+@pytest.mark.parametrize("need", NEEDS)
 @pytest.mark.parametrize("before", [True, False], ids=["first look", "second look"])
 def test_what_has_a_mark_is_refused_to_all_that_need_it(store, monkeypatch, need, before):
     """Also where they asked right before the mark, and a collection has looked for the last time."""
     line(store)
-    refused = []
+    ref, refused = needed_by(need), []
+    version = store.open(ref)
 
     def act():
         with ExitStack() as stack, pytest.raises(LineageError, match="expired") as caught:
-            NEEDS[need](store, stack, "a/logprobs@1")
+            NEEDS[need](store, stack, version)
         refused.append(caught.value.object)
 
     when_called(monkeypatch, retention, "find_kept", act, call=2, before=before)
     collect(store, ALL, apply=True)
-    assert refused == ["a/logprobs@1"] and expired_files(store) == []
+    assert refused == [ref] and expired_files(store) == []
     assert store.tag_names("a") == [] and verify(store)[1] == []
 
 
 @pytest.mark.parametrize("need", NEEDS)
 def test_what_comes_into_use_right_before_rm_marks_it_stays(store, monkeypatch, need):
     line(store)
-    ref = Ref("a", *(("policy", 0) if need == "model" else ("logprobs", 1)))
+    version = store.open(needed_by(need))
     with ExitStack() as stack:
-        act = lambda: NEEDS[need](store, stack, str(ref))  # noqa: E731
+        act = lambda: NEEDS[need](store, stack, version)  # noqa: E731
         when_called(monkeypatch, marks, "write", act, call=1, before=True)
         with pytest.raises(ConflictError, match="points at it" if need == "tag" else "reads it"):
-            remove(store, ref)
-        store.open(ref).verify()
+            remove(store, version.ref)
+        store.open(version.ref).verify()
     assert verify(store)[1] == []
 
 
@@ -528,22 +532,26 @@ def test_what_is_left_of_work_that_is_done_goes_at_once(store):
 
 
 @pytest.mark.parametrize("count", sizes(300, 10_000))
-def test_leftovers_of_the_dead_cost_a_commit_nothing_and_all_go(store, count):
+def test_a_commit_costs_the_same_whatever_the_dead_left_and_all_of_it_goes(store, count):
     def changes_of_commit(number: int) -> int:
         changes = []
         with watched(lambda name, path, call: (changes.append(name), call())[1]):
             make_table(store, number)
         return len(changes)
 
+    def leave(numbers: range) -> None:
+        for number in numbers:
+            left = work / f"{number:064x}.0"
+            left.mkdir()
+            (left / "part").write_text("{")
+            for path in (left / "part", left):
+                os.utime(path, (DAY_AGO, DAY_AGO))
+
     changes_of_commit(1)
-    expected = changes_of_commit(2)
     work = store.path / "a/logprobs/.work"
-    for number in range(count):
-        left = work / f"{number:064x}.0"
-        left.mkdir()
-        (left / "part").write_text("{")
-        for path in (left / "part", left):
-            os.utime(path, (DAY_AGO, DAY_AGO))
+    leave(range(1))
+    expected = changes_of_commit(2)
+    leave(range(1, count))
     assert changes_of_commit(3) <= expected
     assert verify(store)[1] == []
     assert len(collect(store, Rule(), apply=True).work) == count
