@@ -39,6 +39,7 @@ import logging
 import math
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -62,7 +63,7 @@ from quiver.schemas.manifest import (
     Model,
     content_hash,
 )
-from quiver.schemas.refs import Ref
+from quiver.schemas.refs import Ref, as_version
 from quiver.stages.core.files import error_number, storage_errors
 from quiver.stages.core.store.plan import Plan
 from quiver.stages.core.threads import map_in_threads
@@ -554,8 +555,8 @@ class Staging:
             sources = [str(version.ref) for version in self.plan.inputs.values()]
             sources += [model.ref for model in self.plan.models]
             self.last.write_note(SOURCES, {"refs": sources})
-            for version in self.plan.inputs.values():
-                self.plan.store.resolve(version.ref)  # it may have expired before the note
+            for ref in filter(None, map(as_version, sources)):
+                self.plan.store.resolve(ref)  # it may have expired before the note
 
     @contextmanager
     def _ended_by_others(self) -> Iterator[None]:
@@ -601,11 +602,14 @@ class Staging:
             for name in storage.list(place):
                 if match := WORK.fullmatch(name):
                     attempts.setdefault((match[1], match[2]), []).append(name)
+            num_made: Counter[str] = Counter()
+            if len(attempts) > 1:  # others died; there may be ten thousand of them
+                summaries = plan.store.listing(plan.run, kind).summaries()
+                num_made.update(summary.run_key for summary in summaries)
             for (run_key, attempt), names in attempts.items():
                 if not self.last.work.endswith(f"/{run_key}.{attempt}"):
                     leases = Leases(storage, f"{plan.name}/.work/{run_key}.{attempt}.leases")
-                    num_made = len(plan.store.listing(plan.run, kind).find(run_key))
-                    if num_made <= int(attempt) or leases.holders():
+                    if num_made[run_key] <= int(attempt) or leases.holders():
                         continue
                 for name in reversed(names):  # notes before the shards that they describe
                     storage.delete(f"{place}/{name}")

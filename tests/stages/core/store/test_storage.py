@@ -206,6 +206,21 @@ def test_what_was_taken_away_is_not_published(storage):
     assert publish(storage, weights=1)
 
 
+def test_a_sleeper_takes_back_nothing_that_another_publishes(storage):
+    """It finds that its own files were taken away when the other is about to publish them."""
+
+    def wake(name, path, call):
+        if name == "rename" and path.endswith("/v1"):
+            storage.put("kind/work/late", b"")
+            with pytest.raises(FileNotFoundError, match="taken away"):
+                publish(storage, TOKENS[1])
+        return call()
+
+    storage.put("kind/work/weights", b"ww")
+    with watched(wake):
+        assert publish(storage) is True
+
+
 @pytest.mark.parametrize("moment", range(6))
 def test_what_the_dead_left_of_a_publication_is_taken_back(storage, moment):
     """Also by a second process, if the first one dies while it takes it back."""
