@@ -35,6 +35,7 @@ for a mark. A collection marks first, and then looks for tags and notes. So one 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -478,9 +479,10 @@ def _abandoned(store: Store, rule: Rule) -> Iterator[Work]:
     for run in rule.runs_of(store):
         at_work = {stage.run_key for stage in stages_at_work(store)}
         for kind in KINDS:
-            listing = store.listing(run, kind)
+            summaries = store.listing(run, kind).summaries()
+            num_made = Counter(summary.run_key for summary in summaries)
             for work in unfinished(store, run, kind):
-                is_done = len(listing.find(work.run_key)) > work.attempt
+                is_done = num_made[work.run_key] > work.attempt
                 changed_at = max(
                     store.storage.changed_at(f"{work.place}/{name}") for name in work.names
                 )

@@ -70,6 +70,7 @@ from quiver.stages.core.threads import map_in_threads
 
 from .environment import environment
 from .leases import Lease, Leases, Link
+from .listing import Listing
 from .notes import (
     SHARD_NOTE,
     SOURCES,
@@ -154,11 +155,11 @@ class Writer:
         Only the holder of the lease may call it."""
         self._storage.reclaim(self.work)
 
-    def is_committed(self) -> bool:
-        """Return True if the version exists by now, and then set `committed`."""
+    def is_committed(self, listing: Listing | None = None) -> bool:
+        """Return True if the version exists by now, or in `listing`, and then set `committed`."""
         if self.committed is None:
             self.committed = self._plan.store.find(
-                self.run, self.kind, self.run_key, skip=self._skip
+                self.run, self.kind, self.run_key, skip=self._skip, listing=listing
             )
         return self.committed is not None
 
@@ -408,8 +409,13 @@ class Writer:
         with storage_errors(self._name):
             while self.committed is None:
                 # this order makes sure that a version appears once: see the top of this file
-                number = self._next_number()
-                self.stop_if_committed()
+                listing = plan.store.listing(self.run, self.kind)
+                # one look may miss a name that another process adds at that moment
+                while listing.given != (again := plan.store.listing(self.run, self.kind)).given:
+                    listing = again
+                number = self._next_number(listing)
+                if self.is_committed(listing):
+                    raise CommittedByOther
                 manifest = Manifest(run=self.run, kind=self.kind, version=number, **fields)
                 ref = Ref(self.run, self.kind, number)
                 if not lease.is_held():
@@ -419,17 +425,13 @@ class Writer:
                     plan.store.written.add(str(ref))
                     self.committed = Version(ref, self._storage)
 
-    def _next_number(self) -> int:
+    def _next_number(self, listing: Listing) -> int:
         """Return the number after the highest one that was ever given.
 
         Raises ConflictError if the plan allows one number only, and other work has it, or no number
         is left.
         """
         plan = self._plan
-        listing = plan.store.listing(self.run, self.kind)
-        # one look at a folder may miss a name that another process adds at that moment
-        while listing.given != (again := plan.store.listing(self.run, self.kind)).given:
-            listing = again
         only = plan.only_number
         if only is not None and only not in listing.given:
             return only
