@@ -127,8 +127,8 @@ def number_is_of_a_stale_listing() -> AbstractContextManager:
     """The number is not looked up again when another process has taken it."""
     real = writer.Writer._next_number
 
-    def next_number(self) -> int:
-        self.number = getattr(self, "number", None) or real(self)
+    def next_number(self, listing) -> int:
+        self.number = getattr(self, "number", None) or real(self, listing)
         return self.number
 
     return patch.object(writer.Writer, "_next_number", next_number)
@@ -138,8 +138,8 @@ def run_key_is_looked_up_once() -> AbstractContextManager:
     """Whether the version is there is asked at the beginning only."""
     real = writer.Writer.is_committed
 
-    def is_committed(self) -> bool:
-        self.answer = getattr(self, "answer", None) or (real(self),)
+    def is_committed(self, listing=None) -> bool:
+        self.answer = getattr(self, "answer", None) or (real(self, listing),)
         return self.answer[0]
 
     return patch.object(writer.Writer, "is_committed", is_committed)

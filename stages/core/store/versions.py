@@ -425,7 +425,9 @@ class Store:
         version.manifest  # noqa: B018  a torn manifest is found here, not later
         return version
 
-    def find(self, run: str, kind: str, run_key: str, *, skip: int = 0) -> Version | None:
+    def find(
+        self, run: str, kind: str, run_key: str, *, skip: int = 0, listing: Listing | None = None
+    ) -> Version | None:
         """Return the newest version with this run key, or None.
 
         An expired version is returned only if there is no other, and never a removed one. A version
@@ -433,10 +435,12 @@ class Store:
 
         Args:
             skip: ignore this many versions with this run key, the oldest ones.
+            listing: the versions at the moment to look at. Default: now.
         """
-        listing = self.listing(run, kind)
-        visible = set(listing.visible(expired=self.sees_expired))
-        numbers = [number for number in listing.find(run_key)[skip:] if number in visible]
+        listing = listing or self.listing(run, kind)
+        numbers = set(listing.find(run_key)[skip:])
+        if numbers:
+            numbers.intersection_update(listing.visible(expired=self.sees_expired))
         expired = listing.marks[EXPIRED]
         # those with data are tried first, the newest first
         for number in sorted(numbers, key=lambda number: (number in expired, -number)):

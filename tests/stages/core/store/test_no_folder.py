@@ -41,18 +41,23 @@ def replace(store: Store, place: str, wrong: str) -> None:
     WRONG[wrong](path)
 
 
+def objects(store: Store) -> set[str]:
+    """Names of all but caches."""
+    return {name for name in store.storage.files("") if not name.endswith(".index")}
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("place", PLACES)
 def test_verify_tells_and_gc_takes_nothing(full, place, wrong):
     replace(full, place, wrong)
-    before = full.storage.files("")
+    before = objects(full)
     (error,) = {str(error) for error in verify(full)[1] if "is not a folder" in str(error)}
     assert error.startswith(f"E-CORRUPT {place}: ")
     assert f"Next: move {full.path / place} away" in error
     for apply in (False, True):
         with pytest.raises(CorruptError, match="is not a folder"):
             collect(full, Rule(keep=1, grace_seconds=0), apply=apply)
-    assert full.storage.files("") == before
+    assert objects(full) == before
 
 
 def test_a_run_that_is_a_link_to_nowhere_is_told(full):
