@@ -125,6 +125,8 @@ class Kept:
     """Policies that keep their optimizer state, if they have one."""
     in_use: set[Ref] = field(default_factory=set)
     """Versions that a tag or a stage at work refers to."""
+    read: set[Ref] = field(default_factory=set)
+    """Versions that a stage at work reads."""
     run_keys: set[str] = field(default_factory=set)
     """Run keys of stages at work; versions with one of these are kept too."""
 
@@ -153,17 +155,16 @@ def find_kept(
             unknown.
     """
     kept = Kept()
-    with_expired = store.with_expired()
     # stages at work come first: a stage that ended before this line has published its versions
     for stage in list(stages_at_work(store)):
         kept.run_keys.add(stage.run_key)
-        kept.in_use.update(filter(None, map(as_version, stage.refs)))
+        kept.read.update(filter(None, map(as_version, stage.refs)))
     roots = set(map(parse, spared))
     for run in store.runs():
         for name in store.tag_names(run):
             refs = (store.tagged(run, name), tags.previous(store.history(run, name)))
             roots.update(parse(ref) for ref in refs if ref)
-    kept.in_use |= roots
+    kept.in_use = roots | kept.read
     kept.optimizer |= kept.in_use
     for run, kind in product(store.runs(), KINDS):
         newest_first = [Ref(run, kind, number) for number in reversed(store.numbers(run, kind))]
@@ -171,17 +172,18 @@ def find_kept(
         if kind == "policy":
             kept.optimizer.update(newest_first[:moments])
     if keep is None:
-        kept.versions = roots | kept.in_use
+        kept.versions = set(filter(store.exists, roots)) | kept.read
         return kept
     chosen_by: set[Ref] = set()
     waiting = [*roots, *kept.in_use]
     while waiting:
         ref = waiting.pop()
-        if ref in kept.versions or not with_expired.exists(ref):
+        if ref in kept.versions:
+            continue
+        if not store.exists(ref):  # it has a mark, so only a stage that began before can read it
+            kept.versions.update({ref} & kept.read)
             continue
         kept.versions.add(ref)
-        if not store.exists(ref):  # what it was made of is not needed any more
-            continue
         manifest = store.version(ref).manifest
         sources = _sources(manifest, is_root=ref in roots)
         if manifest.kind == "prompts":
@@ -382,7 +384,7 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
         marked = list(_marked(store, rule, () if apply else collected.marked))
         # what came into use before its mark is seen now; later users see the mark
         kept = find_kept(store, rule.keep, rule.moments, rule.spared)
-        needed = {REMOVED: kept.in_use, EXPIRED: kept.versions, NO_OPTIMIZER: kept.optimizer}
+        needed = {REMOVED: kept.in_use, EXPIRED: kept.versions, NO_OPTIMIZER: kept.read}
         for expiring, age in marked:
             is_due = age >= rule.grace_seconds and expiring.ref not in needed[expiring.mark]
             if is_due and apply:

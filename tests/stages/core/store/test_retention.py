@@ -411,6 +411,23 @@ def test_a_collection_spares_what_a_tag_got_before_rm_marked_it(store, monkeypat
     assert store.open("a/logprobs@prod").table().num_rows == 2
 
 
+def test_what_has_a_mark_stays_expired_whatever_is_tagged_later(store):
+    """Its data go, and do not lie there for ever."""
+    line(store)
+    for number in (1, 2, 3):
+        store.tag("a", "prod", f"a/policy@{number}")
+    collect(store, Rule(keep=1), apply=True)
+    store.tag("a", "prod", "a/policy@2")  # it would go back to policy@1, which expired
+    store.tag("a", "best", "a/policy@2")
+    collect(store, ALL, apply=True)
+    assert with_state(store) == ["a/policy@2", "a/policy@3"] and expired_files(store) == []
+    make_policy(store, 4), make_policy(store, 5)
+    collect(store, Rule(), apply=True)
+    store.tag("a", "prod", "a/policy@4")
+    collect(store, ALL, apply=True)
+    assert "a/policy@4" not in with_state(store) and expired_files(store) == []
+
+
 def test_a_tag_that_moves_while_its_version_is_marked_goes_back(store, monkeypatch):
     line(store)
     store.tag("a", "prod", "a/logprobs@2")
