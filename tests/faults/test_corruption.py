@@ -44,7 +44,7 @@ OF_BYTES = (flip, cut, zero_tail, extend)
 
 @pytest.fixture(scope="module")
 def whole(fast_path_factory) -> Path:
-    """A store with a file of every sort: versions of four kinds, tags, a tombstone, an index, and
+    """A store with a file of every sort: versions of four kinds, tags, marks, an index, and
     unfinished work of processes that died."""
     path = fast_path_factory("whole") / "store"
     written(path, 100, 1)
@@ -154,7 +154,7 @@ def damaged(whole, fast_path, monkeypatch) -> Callable[..., str]:
         else:
             damage(copied)
         try:
-            outcome = check(path, *right, is_staged="/.staging/" in str(file))
+            outcome = check(path, *right, is_staged="/.work/" in str(file))
         except AssertionError as error:
             raise AssertionError(f"{damage.__name__} of {file.relative_to(whole)}") from error
         shutil.rmtree(path)
@@ -178,8 +178,8 @@ def test_damage_anywhere_is_told_or_harmless(whole, damaged, record_property, da
 def test_what_was_staged_is_made_again_whatever_became_of_it(whole, damaged, damage, share):
     """By the same command, without an error. One file of `share` is damaged; which ones depends on
     the damage."""
-    staged = [file for file in sorted(whole.glob("*/*/.staging/**/*")) if file.is_file()]
-    assert {"000001", "plan", "sources", "progress", "part-00000.arrow"} < {
+    staged = [file for file in sorted(whole.glob("*/*/.work/**/*")) if file.is_file()]
+    assert {"000001", "cut", "sources", "progress", "part-00000.json"} < {
         file.name for file in staged
     }
     Random(damage.__name__).shuffle(staged)

@@ -1,4 +1,4 @@
-"""Not one more byte can be written: versions can still be deleted, and so make room."""
+"""Not one more byte can be written: what is in the way is told, and cleaning makes room."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import pytest
 
 from quiver.flows.verification import verify
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.collection import Rule, collect
+from quiver.stages.core.store.retention import Rule, collect
 from tests.flows.conftest import CLI
 from tests.stages.core.store.histories import make_policy, make_table, visible
 
@@ -55,47 +55,30 @@ def free(store: Store) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def test_rm_makes_room(store):
+def test_rm_says_that_a_mark_has_no_room_and_then_makes_some(store):
     for number in range(3):
         make_table(store, number)
     fill(store)
-    before = free(store)
-    command = [*CLI, "rm", "a/logprobs@1"]
-    done = subprocess.run(
-        [*command, "--store", str(store.path)], capture_output=True, text=True, check=False
-    )
+    command = [*CLI, "rm", "a/logprobs@1", "--store", str(store.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 7 and "E-RESOURCE" in done.stderr and "make room" in done.stderr
+    assert len(visible(store)) == 3 and verify(store) == (3, [])
+    (store.path.parent / "fill-0").unlink()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert visible(store) == ["a/logprobs@2", "a/logprobs@3"] and free(store) > before
-    assert store.ledger("a", "logprobs").has_tombstone(1) and verify(store)[1] == []
-    assert not list(store.path.glob(".trash/*/*"))
+    assert visible(store) == ["a/logprobs@2", "a/logprobs@3"] and verify(store)[1] == []
+    assert not list(store.path.glob("a/logprobs/v000001/*.arrow"))
 
 
-def test_gc_makes_room_in_two_runs(store):
+def test_gc_deletes_abandoned_work_first_and_so_has_room_for_marks(store):
     for number in range(4):
-        version = make_policy(store, number)
-        (version.files.folder / "optimizer/state.safetensors").write_bytes(b"m" * MEGABYTE)
-    for number in range(120):
         make_table(store, number)
+    version = make_policy(store, 0)
+    work = store.path / f"a/policy/.work/{version.manifest.run_key}.0.resume"
+    work.mkdir(parents=True)
+    (work / "state.safetensors").write_bytes(b"m" * MEGABYTE)
     fill(store)
-    rule = Rule(keep=1, moments=1, grace_seconds=0)
-    collected = collect(store, rule, apply=True)
-    assert collected.versions, "some went to the trash"
-    for _ in range(8):
-        collect(store, rule, apply=True)
-    assert visible(store) == ["a/logprobs@120", "a/policy@3"]
-    assert free(store) > 3 * MEGABYTE and (store.path / ".reserve").stat().st_size == 256 * 1024
-    assert not list(store.path.glob(".trash/*/*"))
-
-
-def test_a_store_without_a_reserve_has_its_indexes_for_that(store):
-    for kind in ("logprobs", "policy"):
-        for number in range(2):
-            make_policy(store, number) if kind == "policy" else make_table(store, number)
-    for run in "bcdefg":
-        make_table(store, 0, run=run)
-    (store.path / ".reserve").unlink()
-    list(store.entries())
-    fill(store)
-    collect(store, Rule(), apply=True)  # the first policy's optimizer state
-    assert not (store.path / "a/policy/v000000/optimizer").exists()
-    assert len(list(store.entries())) == 10
+    collect(store, Rule(keep=1, grace_seconds=0), apply=True)
+    assert visible(store) == ["a/logprobs@4", "a/policy@0"]
+    assert len(list(store.path.glob("a/logprobs/*/*.arrow"))) == 1 and free(store) > MEGABYTE / 2
+    assert not list(store.path.glob("a/policy/.work/*")) and verify(store)[1] == []

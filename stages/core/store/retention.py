@@ -34,6 +34,7 @@ for a mark. A collection marks first, and then looks for tags and notes. So one 
 
 from __future__ import annotations
 
+import errno
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -497,16 +498,23 @@ def _sweep(store: Store, work: Work) -> bool:
     """Delete unfinished work. Returns False if a process has begun to work on it."""
     leases = Leases(store.storage, f"{work.prefix}.leases")
     with storage_errors(f"{work.run} unfinished work"):
-        # a process that starts meanwhile waits for this lease, or finds it taken
-        lease = leases.take("work")
-        if lease is None:
-            return False
+        # a process that starts meanwhile waits for this lease, or finds it taken; where the disk has
+        # no room for it, there is none for that process's lease either
+        lease = None
         try:
-            if len(leases.holders()) > 1:
+            lease = leases.take("work")
+            is_free = lease is not None
+        except OSError as error:
+            is_free = error.errno == errno.ENOSPC
+            if not is_free:
+                raise
+        try:
+            if not is_free or len(leases.holders()) > (lease is not None):
                 return False
             for name in reversed(work.names):  # notes before the shards that they describe
                 store.storage.delete(f"{work.place}/{name}")
-        finally:
-            lease.release()
             store.storage.delete(leases.prefix)
+        finally:
+            if lease is not None:
+                lease.release()
     return True

@@ -37,6 +37,7 @@ from quiver.stages.core.files import (
     not_a,
     replacing,
     sha256_of,
+    storage_errors,
     sync,
 )
 
@@ -120,9 +121,9 @@ class Storage:
         CorruptError if `prefix`, or a name above it, exists and is not a folder.
         """
         try:
-            names = os.listdir(self.local(prefix))
+            names = sorted(os.listdir(self.local(prefix)))
             # the search is slow for ten thousand names
-            return sorted(n for n in names if not (n.endswith(".tmp") and TEMPORARY.search(n)))
+            return [n for n in names if not (n.endswith(".tmp") and TEMPORARY.search(n))]
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise
@@ -218,6 +219,8 @@ class Storage:
         `put_if_absent`."""
         path = self.local(key)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():  # not ours
+            self.delete(key)
         with replacing(path, durable=durable) as file:
             file.write(data)
         if name:
@@ -237,7 +240,7 @@ class Storage:
     def flush(self, prefix: str) -> None:
         """Flush the names directly below `prefix`, which other processes may just have made, so
         that what is built on them does not outlive them."""
-        with contextlib.suppress(OSError):  # a store that cannot be written has no such names
+        with storage_errors(prefix), contextlib.suppress(FileNotFoundError):
             sync(self.local(prefix))
 
     def folder(self, prefix: str) -> Path:

@@ -605,11 +605,12 @@ class Staging:
                 if match := WORK.fullmatch(name):
                     attempts.setdefault((match[1], match[2]), []).append(name)
             num_made: Counter[str] = Counter()
-            if len(attempts) > 1:  # others died; there may be ten thousand of them
+            own = tuple(self.last.work.rpartition("/")[2].split("."))
+            if attempts.keys() - {own}:  # others died; there may be ten thousand of them
                 summaries = plan.store.listing(plan.run, kind).summaries()
                 num_made.update(summary.run_key for summary in summaries)
             for (run_key, attempt), names in attempts.items():
-                if not self.last.work.endswith(f"/{run_key}.{attempt}"):
+                if (run_key, attempt) != own:
                     leases = Leases(storage, f"{plan.name}/.work/{run_key}.{attempt}.leases")
                     if num_made[run_key] <= int(attempt) or leases.holders():
                         continue
