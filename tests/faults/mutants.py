@@ -97,10 +97,10 @@ def folder_is_shared() -> AbstractContextManager:
 def reclaimed_file_by_file() -> AbstractContextManager:
     """What a sleeper was publishing is taken back without hiding it from him first."""
 
-    def reclaim(self, work: str) -> None:
+    def reclaim(self, work: str, token: str = "[0-9a-f]{12}") -> None:
         place, _, name = work.rpartition("/")
         for other in self.list(place):
-            if re.fullmatch(rf"{name}\.[0-9a-f]{{12}}", other):
+            if re.fullmatch(rf"{name}\.{token}", other):
                 with suppress(FileNotFoundError):
                     self.local(work).mkdir(exist_ok=True)
                     for path in self.local(f"{place}/{other}").iterdir():
