@@ -2,8 +2,7 @@
 
 Seconds, medians of five, with 100 versions and with 10,000 side by side: a look for a run_key that is
 not there, for one that is, begin and commit of one more version, and what `quiver ls` asks. The
-first look makes the index anew from the manifests. Begin and commit is measured twice: a fifth of a
-second after the last commit, as stages are, and right after it, when each look lists the folder.
+first look makes the index anew from the manifests.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import copy
 import json
 import shutil
 import tomllib
-import zlib
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
@@ -29,13 +28,13 @@ from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import QuiverError
 from quiver.schemas.manifest import FileEntry, content_hash
 from quiver.schemas.refs import parse
+from quiver.stages.core.files import sha256_of
 from quiver.stages.core.run.call import Call
 from quiver.stages.core.run.runner import find, plan_of, run_stage
 from quiver.stages.core.store import Store, arrow_check, leases
 from quiver.stages.core.store.arrow_check import ArrowCheck
 from quiver.stages.core.store.leases import Owner
 from quiver.stages.core.store.retention import remove
-from quiver.stages.core.store.storage import sha256
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.checks import check_lineage
 from quiver.stages.optimize.config import Config
@@ -57,7 +56,7 @@ from tests.faults.broken import (
 from tests.stages.core.store.test_store import Settings, commit, table, work_on
 
 Cases = Generator[Case]
-WRITTEN_BY_READERS = (".index", ".ledger", "report.html")
+WRITTEN_BY_READERS = (".index", "report.html")
 
 
 def fields_of(manifest: Path) -> dict[str, Any]:
@@ -234,7 +233,7 @@ def reseal(path: Path) -> str:
     fields = fields_of(manifest)
     for entry in fields["files"]:
         if entry["name"] == path.name:
-            entry.update(sha256=sha256(path), bytes=path.stat().st_size)
+            entry.update(sha256=sha256_of(path), bytes=path.stat().st_size)
     entries = tuple(FileEntry(**entry) for entry in fields["files"])
     fields["content_hash"] = content_hash(fields["schema"], entries)
     manifest.write_bytes(sealed(json.dumps(fields)))
@@ -266,8 +265,6 @@ def tables(place: Path, random: Random) -> Cases:
             before = {file: file.read_bytes() for file in (path, path.with_name("manifest.json"))}
             path.write_bytes(wounded(random, before[path]))
             ref = reseal(path)
-            for ledger in store.glob("*/*/.ledger"):
-                shutil.rmtree(ledger)  # it would tell of other content under the number
             readers = {
                 "verify": partial(verify, store, ref),
                 "table": lambda ref=ref: Store(store).open(ref).table().to_pylist(),
@@ -528,15 +525,15 @@ def models(place: Path, random: Random) -> Cases:
         shutil.rmtree(store.path)
 
 
-# -- the small files of a store: tags and journals, ledgers, the index, leases, notes, store.json
+# -- the small files of a store: tags, marks, the index, leases, notes, store.json
 
 SMALL_REFS = ('"a/logprobs@1"', '"a/logprobs@prod"', '"a/policy@0"', '"a/logprobs@77"', '"b/x@1"')
 STAGED = Settings(seed=7)
 
 
 def make_small_files(path: Path) -> None:
-    """A store with versions, a deleted one, a tag, and half a version that
-    processes share, of which one still holds the work."""
+    """A store with versions, a removed one, a tag, and half a version that processes share, of
+    which one still holds the work."""
     store = Store(path)
     first, second, third = (commit(store, Settings(seed=seed), shards=1) for seed in range(3))
     remove(store, third.ref, "no longer needed")
@@ -548,9 +545,9 @@ def make_small_files(path: Path) -> None:
             if index == 2:
                 raise KeyboardInterrupt
             work.write(index, table(2 * index))
-    (folder,) = (store.path / "a/logprobs/.staging").glob("*.leases")
+    (folder,) = (store.path / "a/logprobs/.work").glob("*.leases")
     owner = {**vars(Owner.this_process()), "start_time": 1}  # of a process that is no more
-    held = {"owner": owner, "token": "t", "label": "alone", "released": False}
+    held = {"owner": owner, "token": "t", "renewed_at": 0.0, "released": False}
     (folder / "work").mkdir()
     (folder / "work/000001").write_text(json.dumps(held))
 
@@ -558,12 +555,9 @@ def make_small_files(path: Path) -> None:
 def break_small(random: Random, path: Path) -> None:
     """Another content for a file; its checksum fits, if it carries one."""
     raw = path.read_bytes()
-    is_plain = path.name in ("prod", ".reserve", "newest") or not raw
-    if random.random() < 0.2 or is_plain:
+    if random.random() < 0.2 or path.name == ".index":
         texts = (random.choice(SMALL_REFS), random.choice(VALUES))
         broken = random.choice((garbled(random, raw), *map(str.encode, texts)))
-    elif path.name == "versions":
-        broken = index_of(random, raw)
     else:
         fields = json.loads(raw)
         fields.pop("checksum", None)
@@ -573,17 +567,6 @@ def break_small(random: Random, path: Path) -> None:
         is_sealed = b'"checksum"' in raw
         broken = sealed(text) if is_sealed else to_bytes(Raw(text))
     path.write_bytes(broken)
-
-
-def index_of(random: Random, raw: bytes) -> bytes:
-    """An index of other lines, whose last line fits them."""
-    *lines, last = map(json.loads, raw.splitlines())
-    texts = [to_text(mutated(random, line)) for line in lines]
-    body = to_bytes(Raw("".join(f"{text}\n" for text in texts)))
-    state = mutated(random, last) if random.random() < 0.3 else last
-    if isinstance(state, dict):
-        state["crc32"] = zlib.crc32(body)
-    return body + to_bytes(state) + b"\n"
 
 
 def finish_together(store: Path) -> None:
@@ -635,11 +618,7 @@ def small_files(place: Path, random: Random) -> Cases:
             for file in broken:
                 break_small(random, file)
             texts = {str(file): file.read_bytes()[:500] for file in broken}
-            versions = [
-                name
-                for name in snapshot(store, (".ledger",))
-                if "/v0" in name and "v000001" not in name
-            ]
+            versions = [name for name in snapshot(store) if "/v0" in name and "v000001" not in name]
             for users, count, state in (
                 (readers, 3, lambda: snapshot(store, WRITTEN_BY_READERS)),
                 (writers, 2, lambda kept=versions: [snapshot(store).get(name) for name in kept]),

@@ -71,8 +71,9 @@ def test_who_sleeps_at_an_operation_makes_no_second_version(
     for place in moments:
         with trial.store() as path:
             steps, made = partial(trial.steps, path), []
+            meanwhile = partial(lambda steps, made: made.extend(steps()), steps, made)
             failure = f"{place}:signal={signal.SIGSTOP.value}"
-            code, acknowledged = in_child(steps, failure, lambda: made.extend(steps()))
+            code, acknowledged = in_child(steps, failure, meanwhile)
             assert code == 0, place
             assert set(acknowledged) <= set(made), place
             trial.require(path, made)

@@ -63,5 +63,5 @@ def test_a_rank_that_dies_in_the_save(store, monkeypatch, record_property, place
     done = launch(store, [*refs, *options])
     assert done.returncode == 0, done.stderr[-3000:]
     assert store.numbers("two", "policy") == [1] and verify(store)[1] == []
-    assert not list(store.path.glob("two/policy/.staging/*"))
+    assert not list(store.path.glob("two/policy/.work/*"))
     record_property("ranks that died", 1)

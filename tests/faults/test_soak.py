@@ -55,12 +55,12 @@ def policies(folder: Path) -> int:
 
 
 def bytes_beside_versions(folder: Path) -> int:
-    """Of the store: staging, leases, trash; not what each version adds for good."""
+    """Of the store: work, leases; not what each version adds for good."""
     store = folder / "store"
     return sum(
         path.stat().st_blocks * 512
         for path in store.rglob("*")
-        if path.is_file() and not {".ledger", ".index"} & set(path.parts)
+        if path.is_file() and path.name != ".index"
         if not any(part.startswith("v0") and part[1:].isdigit() for part in path.parts)
     )
 
