@@ -73,6 +73,7 @@ ANSWERED = "tests/stages/generate/test_images_answered.py"
 TURNS = "tests/stages/generate/test_turns_generated.py"
 ENVIRONMENT_POOL = "tests/stages/turns/test_environment_pool.py"
 STORE = "tests/stages/core/store"
+FAULTS = "tests/faults"
 VERIFICATION = "tests/flows/test_verification.py"
 PROMPT = "tests/stages/prompt"
 RESIDENT = "tests/flows/test_resident.py"
@@ -185,17 +186,34 @@ TARGETS = (
         ),
     ),
     Target(
+        "stages/core/store/listing.py",
+        (f"{STORE}/test_listing.py", f"{STORE}/test_retention.py"),
+    ),
+    Target(
+        "stages/core/store/marks.py",
+        (f"{STORE}/test_retention.py", f"{FAULTS}/test_corruption.py"),
+    ),
+    Target(
+        "stages/core/store/retention.py",
+        (f"{STORE}/test_retention.py", f"{FAULTS}/test_full_disk.py"),
+    ),
+    Target(
+        "stages/core/store/storage.py",
+        (
+            f"{STORE}/test_storage.py",
+            f"{FAULTS}/test_kill.py",
+            f"{FAULTS}/test_power_loss.py",
+            f"{FAULTS}/test_two_writers.py",
+        ),
+    ),
+    Target(
         "stages/core/store/versions.py",
         (
             f"{STORE}/test_store.py",
             f"{VERIFICATION}::test_a_crafted_arrow_file_with_the_right_hash_is_told",
-            f"{STORE}/test_index.py::test_versions_are_seen_beside_an_older_copy_that_was_put_back",
             f"{STORE}/test_tags.py::test_every_move_has_its_entry",
             f"{STORE}/test_tags.py::test_verify_reads_the_entries_of_old_moves_too",
-            f"{STORE}/test_retention.py::test_what_expired_says_so_and_can_be_brought_back",
-            f"{STORE}/test_retention.py::"
-            "test_a_version_that_expired_is_seen_by_its_manifest_where_that_is_asked",
-            f"{STORE}/test_retention.py::test_what_somebody_needs_while_it_goes_stays",
+            f"{STORE}/test_retention.py",
         ),
     ),
     Target(
@@ -205,7 +223,8 @@ TARGETS = (
             f"{STORE}/test_sharing.py",
             f"{STORE}/test_leases.py::test_a_commit_that_slept_too_long_makes_no_second_version",
             f"{STORE}/test_retention.py::"
-            "test_numbers_stay_given_and_only_the_same_work_gets_them_back",
+            "test_numbers_stay_given_and_what_expired_is_made_again_under_another",
+            f"{FAULTS}/test_two_writers.py",
         ),
     ),
     Target("stages/turns/pool.py", (ENVIRONMENT_POOL,), 12),
@@ -259,8 +278,6 @@ EQUIVALENT = {
     "trainer:Trainer.warming:drop:1": "only the critic's step reads it",
     "trainer:Trainer._members:one:4": "what seeds people write is below 2**63 and 3**63",
     "leases:Owner.this_process:drop:0": "a process that asks is alive, so it has begun",
-    "writer:Writer._write_shard:swap:0": "a shard of the same bytes is written once more",
-    "tags:Tag.ref:swap:0": "a move between the two looks is found by the third one",
     "leases:_keep_renewed:drop:1": "the thread ends with its process, or is forgotten in a fork",
 }
 """Bugs that change nothing which comes out, and why; they are not tried."""
