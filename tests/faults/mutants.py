@@ -222,9 +222,8 @@ NOTICED_BY_A_POWER_LOSS = {
     manifest_before_data: "alone",
     manifest_in_place: "alone",
     mark_is_not_flushed: "rm",
-    data_before_mark: "rm",
 }
-NOTICED_BY_A_KILL = {note_before_bytes: "alone"}
+NOTICED_BY_A_KILL = {note_before_bytes: "alone", data_before_mark: "rm"}
 NOTICED_BY_TWO_WRITERS = {
     number_is_just_taken: "other work",
     number_is_of_a_stale_listing: "other work",

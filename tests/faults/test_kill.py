@@ -52,7 +52,7 @@ def test_kill_9_at_an_operation(fast_path, record_property, name, is_full):
 @pytest.mark.parametrize("mutant", mutants.NOTICED_BY_A_KILL)
 def test_a_mutant_is_noticed(fast_path, record_property, mutant):
     trial = Trial(mutants.NOTICED_BY_A_KILL[mutant], 1, fast_path)
-    with mutant(), pytest.raises(AssertionError, match="it counts, and is not there"):
+    with mutant(), pytest.raises(AssertionError):
         for place in places("", trial):
             kill(trial, place)
     record_property("protocol mutants noticed", 1)

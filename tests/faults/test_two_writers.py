@@ -19,11 +19,11 @@ from tests.faults.sizes import sizes
 from tests.faults.two_writers import CONTESTS
 
 
-def orders(name: str, folder) -> list[tuple[int, int]]:
+def orders(name: str, folder) -> list[tuple[float, float]]:
     """After how many calls of the first, and then of the second, the other goes on."""
     environment()  # asks git once
     counts = CONTESTS[name].run(folder / "count", math.inf, math.inf)
-    orders = list(product(range(counts[0]), range(max(counts) + 1)))
+    orders = list(product(range(counts[0]), [*range(max(counts)), math.inf]))
     Random(0).shuffle(orders)
     return orders
 
