@@ -67,7 +67,8 @@ def find_version(plan: Plan) -> Version | None:
     """
     version = plan.already_made or plan.store.find(plan.run, plan.kinds[-1], plan.run_key)
     if version is None:
-        if plan.only_number in plan.store.numbers(plan.run, plan.kinds[-1]):
+        numbers = plan.store.numbers(plan.run, plan.kinds[-1])
+        if plan.only_number is not None and plan.only_number in numbers:
             raise ConflictError(
                 f"{plan.name}@{plan.only_number}",
                 plan.if_number_taken,
