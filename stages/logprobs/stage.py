@@ -92,8 +92,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             start = index * ROWS_PER_SHARD
             rows = table.slice(start, ROWS_PER_SHARD)
             with writer.phase("pass"):
-                shown = pictures and pictures.slice(start, len(rows))
-                shard = forward_pass.compute_logprobs(rows, shown)
+                shard = forward_pass.compute_logprobs(
+                    rows, pictures and pictures.slice(start, len(rows))
+                )
             is_finite = pc.is_finite(shard["logprobs"].combine_chunks().flatten())
             if not pc.all(is_finite, min_count=0).as_py():
                 raise NumericError(
@@ -102,8 +103,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                     next="set logprobs.precision = 'fp32'",
                 )
             num_tokens += _count_tokens(shard["logprobs"])
-            device = forward_pass.device.type
-            writer.notes.update(forward_pass.ways, tokens=num_tokens, device=device)
+            writer.notes.update(
+                forward_pass.ways, tokens=num_tokens, device=forward_pass.device.type
+            )
             writer.write(index, shard)
             done = min(start + ROWS_PER_SHARD, len(table))
             log.info("logprobs: %d of %d rows", done, len(table))

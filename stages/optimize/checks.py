@@ -79,8 +79,8 @@ def check_lineage(config: Config, store: Store, version: RolloutSet) -> list[str
         raise ConfigError(
             "optimize.prox_of",
             f"'start' needs proximal logprobs, none are given of {rollouts.ref}",
-            next=f"compute them under {version.inputs['policy'].ref} (stage logprobs, role prox), or "
-            "take 'behaviour'",
+            next=f"compute them under {version.inputs['policy'].ref} (stage logprobs, role prox), "
+            "or take 'behaviour'",
         )
     biased = biases(rollouts.manifest.config_section("sampling"))
     if biased and not config.allow_biased_sampling:

@@ -78,7 +78,8 @@ def clipped(
         dual_clip: > 1, or None for off.
         delta: > 1 + clip_high, or None for off.
     Returns:
-        token losses [N]; and bool [N], true where a bound decided the loss (that token has no gradient).
+        token losses [N]; and bool [N], true where a bound decided the loss (that token has no
+        gradient).
 
     Reference: PPO, https://arxiv.org/abs/1707.06347, equation 7; separate bounds: DAPO,
     https://arxiv.org/abs/2503.14476; dual clip: https://arxiv.org/abs/1912.09729; delta:
@@ -96,7 +97,7 @@ def _clip_ratio(
     dual_clip: float | None,
     delta: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `clipped`'s token losses and bound mask for any ratio [N], of a token or of its sequence."""
+    """Return what `clipped` returns, for any ratio [N], of a token or of its sequence."""
     capped_ratio = ratio if delta is None else ratio.clamp(max=delta)
     unclipped_gain = capped_ratio * advantages
     clipped_gain = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
@@ -141,8 +142,8 @@ def sequence_clipped(
         dual_clip, delta: as in `clipped`, for the sequence ratio.
         token_form: as above.
     Returns:
-        token losses [N]; and bool [N], true where a bound decided the loss (for all tokens of a rollout, if
-        A is the rollout's).
+        token losses [N]; and bool [N], true where a bound decided the loss (for all tokens of a
+        rollout, if A is the rollout's).
 
     Reference: GSPO, https://arxiv.org/abs/2507.18071, section 4.1; the token form is its
     GSPO-token.
@@ -171,8 +172,8 @@ def cispo(tokens: Tokens, *, clip_max: float) -> tuple[Tensor, Tensor]:
         tokens: of whole rollouts.
         clip_max: largest weight, > 0; the absolute bound of the ratio, not a distance from 1.
     Returns:
-        token losses [N]; and bool [N], true where the weight was bounded (that token keeps a gradient, of
-        clip_max).
+        token losses [N]; and bool [N], true where the weight was bounded (that token keeps a
+        gradient, of clip_max).
 
     Reference: MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5; 5.0:
     https://arxiv.org/abs/2510.13786.

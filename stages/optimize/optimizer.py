@@ -131,15 +131,16 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 
 
 def masters(model: nn.Module, before: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
-    """Return the float32 weights of a model that is saved in bfloat16, named as in `optimizer_state`.
-    `before`: the result of `narrow`."""
+    """Return the float32 weights of a model that is saved in bfloat16, named as in
+    `optimizer_state`. `before`: the result of `narrow`."""
     return {f"{_MASTER}.{name}": before[weight] for name, weight in model.named_parameters()}
 
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Load the tensors of `optimizer_state` and `masters`. A weight that never had a gradient has no moments.
+    """Load the tensors of `optimizer_state` and `masters`. A weight that never had a gradient has
+    no moments.
 
     Saved float32 weights replace the model's, unless its weights are bfloat16 themselves; those are
     the same weights, rounded, and stay. Raises ConfigError if the tensors belong to other names or

@@ -45,7 +45,8 @@ def divergence_masked(
         ratio_max: > 0, or None for off.
         drift_coef: ≥ 0.
     Returns:
-        token losses [N]; and bool [N], true where M = 0 (only that token's drift term has a gradient).
+        token losses [N]; and bool [N], true where M = 0 (that token has the drift term's
+        gradient alone).
 
     Reference: DPPO, https://arxiv.org/abs/2602.04879; drift: https://arxiv.org/abs/2602.02276.
     """

@@ -314,8 +314,7 @@ class Trainer(SavedState):
         """Return the outputs for all completion tokens of `sequences`, 0 for rollouts outside
         `rows`; equal on every rank."""
         microbatches = self._microbatches(rows, sequences)[self.rank_share]
-        outputs = compute_outputs(self.policy, microbatches, sequences)
-        return Outputs(*self._sum_over_ranks(outputs))
+        return Outputs(*self._sum_over_ranks(compute_outputs(self.policy, microbatches, sequences)))
 
     # -- one step
 
@@ -337,8 +336,9 @@ class Trainer(SavedState):
         last_line = time.monotonic()
         self.optimizer.zero_grad(set_to_none=True)
         with self.policy.context():
-            finish = partial(self._with_columns, whole_step)
-            ready = self.policy.layouts(rank_microbatches, sequences, finish)
+            ready = self.policy.layouts(
+                rank_microbatches, sequences, partial(self._with_columns, whole_step)
+            )
             for number, (layout, places, token_columns, step_columns) in enumerate(ready, 1):
                 # read nothing back before all passes are queued: reading waits for the GPU
                 outputs = self.policy(layout, frozen=self.warming)

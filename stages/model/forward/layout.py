@@ -100,8 +100,8 @@ class Block:
     """Spans that attend together.
 
     `queries` [n, q] and `keys` [n, k] hold indices into the strip, one line for each span; short
-    lines are padded with index 0. Query t of span i sees its keys 0 … start[i] + t, so no real query
-    ever sees padding.
+    lines are padded with index 0. Query t of span i sees its keys 0 … start[i] + t, so no real
+    query ever sees padding.
     """
 
     queries: Tensor
@@ -137,13 +137,13 @@ class Block:
 class Runs:
     """All spans in the strip's order, for a kernel that takes sequences of any lengths.
 
-    The queries of span i are the tokens query_offsets[i] … query_offsets[i + 1] − 1 of the strip, its
-    keys are the tokens `keys`[key_offsets[i]] … `keys`[key_offsets[i + 1] − 1].
+    The queries of span i are the tokens query_offsets[i] … query_offsets[i + 1] − 1 of the strip,
+    its keys are the tokens `keys`[key_offsets[i]] … `keys`[key_offsets[i + 1] − 1].
     """
 
     keys: Tensor
-    """[K] int64 index into the strip; a prompt's tokens are repeated for each of its completions, and
-    once for the prompt itself."""
+    """[K] int64 index into the strip; a prompt's tokens are repeated for each of its completions,
+    and once for the prompt itself."""
     query_offsets: Tensor
     """[s + 1] int32, the first one 0"""
     key_offsets: Tensor
