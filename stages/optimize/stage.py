@@ -185,11 +185,11 @@ def _load_trainer(
 
     policy = plan.inputs["policy"]
     critic_kind = config.critic if algorithm.critic else None
-    make_trainer, load_mapped = trainer_of(config, accelerator)
-    load = load_mapped or partial(load_model, dtype=torch.float32, device=accelerator.device)
+    trainer_class, load_on_cpu = trainer_of(config, accelerator)
+    load = load_on_cpu or partial(load_model, dtype=torch.float32, device=accelerator.device)
     whole = partial(load, policy, base=base_of(plan.store, policy))
     if config.lora:
-        model = load_with_adapters(config, plan.inputs, accelerator.device, load_mapped)
+        model = load_with_adapters(config, plan.inputs, accelerator.device, load_on_cpu)
     else:
         model = whole()
     value_trunk = critic.trunk_of(whole()) if critic_kind == "model" else None
@@ -197,7 +197,7 @@ def _load_trainer(
         for parameter in sight(model):
             parameter.requires_grad_(False)
     step = int(policy.manifest.metrics.get("step", 0))
-    trainer = make_trainer(
+    trainer = trainer_class(
         config, model, batch, algorithm, accelerator, step=step, value_trunk=value_trunk
     )
     if config.entropy_target is not None:
