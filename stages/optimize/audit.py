@@ -3,7 +3,18 @@
 Wrong weights, a wrong template, another temperature, raw instead of processed logprobs: each gives
 finite losses and a policy that gets worse. Each also moves the mean gap between the trainer's and
 the engine's logprobs far beyond what their numerics can differ. So they are compared before the
-first update.
+first update, and NumericError stops the training before any weight changes:
+
+    rollouts                        number                           largest value
+    sampled without bias            mean |trainer − old|             audit.max_mean_gap
+    truncated (top_p, top_k, …)     mean max(trainer − old, 0)       audit.max_mean_gap
+    with penalties                  mean (trainer − old)             audit.max_mean_gap
+    no prox logprobs, tight clip    mean |trainer − old|             a tenth of the clip bound
+
+Means are over the sampled tokens. `trainer` are the trainer's logprobs under the weights that the
+training starts from, `old` the engine's. If prox logprobs are given, the first three hold for them
+as well. Rollouts of an older policy are stale: their trainer − old is only measured, and their prox
+logprobs are held to the bound if they are of the policy that sampled.
 """
 
 from __future__ import annotations
@@ -128,7 +139,7 @@ def _measure_rows(
         low, high = -math.expm1(-low), math.expm1(high)
     old = batch.sequences.completions.with_values(batch.old_logprobs).take(torch.tensor(rows))
     report = measure(
-        logprobs[batch.positions(rows)],
+        logprobs[batch.places(rows)],
         old.values,
         old.offsets,
         low,

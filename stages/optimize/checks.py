@@ -4,7 +4,7 @@ schedule, trackers and adapters can be had.
 Several versions of rollouts are checked one by one. Only names and manifests are read here: no
 torch, no weights.
 
-    check_lineage(config, store, sampled)        # a `Sampled` for each of `inputs.sets`
+    check_lineage(config, store, sampled)        # a `RolloutSet` for each of `inputs.sets`
 
 Not of the spine: it says what is refused, and nothing of how training goes.
 """
@@ -25,7 +25,7 @@ from quiver.stages.model import checkpoints
 
 if TYPE_CHECKING:
     from .config import Config
-    from .inputs import Sampled
+    from .inputs import RolloutSet
 
 _TRACKERS = (
     *("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio"),
@@ -35,7 +35,7 @@ _TRACKERS = (
 log = logging.getLogger(__name__)
 
 
-def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
+def check_lineage(config: Config, store: Store, version: RolloutSet) -> list[str]:
     """Check which policy sampled the rollouts, and how.
 
     Refuses rollouts of a foreign or too old policy, proximal logprobs of a policy other than
@@ -79,8 +79,8 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
         raise ConfigError(
             "optimize.prox_of",
             f"'start' needs proximal logprobs, none are given of {rollouts.ref}",
-            next=f"score {rollouts.ref} under {version.inputs['policy'].ref} (stage logprobs, role "
-            "prox), or take 'behaviour'",
+            next=f"compute them under {version.inputs['policy'].ref} (stage logprobs, role prox), "
+            "or take 'behaviour'",
         )
     biased = biases(rollouts.manifest.config_section("sampling"))
     if biased and not config.allow_biased_sampling:
@@ -96,13 +96,13 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
             str(rollouts.ref),
             f"sampled with {', '.join(biased)}: the ratio to the engine's logprobs is not 1 even "
             "before the first step, and no proximal logprobs are given",
-            next=f"score {rollouts.ref} under the policy that sampled it (stage logprobs, role "
-            "prox), as a recipe does by itself",
+            next="compute them under the policy that sampled (stage logprobs, role prox), as a "
+            "recipe does by itself",
         )
     return biased
 
 
-def _check_prox(config: Config, version: Sampled, prox: Version) -> None:
+def _check_prox(config: Config, version: RolloutSet, prox: Version) -> None:
     """Raise LineageError if the proximal logprobs are of a policy other than `prox_of` requires."""
     if config.prox_of == "start":
         policy = checkpoints.as_model("policy", version.inputs["policy"])
@@ -110,14 +110,14 @@ def _check_prox(config: Config, version: Sampled, prox: Version) -> None:
     else:
         policy = version.rollouts.manifest.require_model("policy")
         description = "sampled"
-    scored_by = {model.weights for model in prox.manifest.models}
-    if scored_by != {policy.weights}:
-        found = ", ".join(f"{other[:12]}…" for other in sorted(scored_by)) or "no model"
+    computed_by = {model.weights for model in prox.manifest.models}
+    if computed_by != {policy.weights}:
+        found = ", ".join(f"{other[:12]}…" for other in sorted(computed_by)) or "no model"
         raise LineageError(
             str(prox.ref),
             f"proximal logprobs are those of the policy that {description}, expected weights "
             f"{policy.weights[:12]}…, found {found}; optimize.prox_of is {config.prox_of!r}",
-            next=f"score {version.rollouts.ref} under {policy.ref}",
+            next=f"compute those of {version.rollouts.ref} under {policy.ref}",
         )
 
 

@@ -266,7 +266,8 @@ class Config(base.Config):
     """With `entropy_target`: largest coefficient."""
     entropy_share: float = Field(default=1.0, gt=0, le=1)
     """Share of the step's tokens that the policy learns from, highest entropy first; the others
-    count in the denominators. Below 1, each step scores its tokens first."""
+    count in the denominators. Below 1, a pass of its own computes the entropy
+    first."""
     critic: Literal["trunk", "model"] = "trunk"
     """`trunk`: a value head on the policy's last hidden states; its gradient moves the policy's
     trunk too. `model`: the head has its own trunk, initially a copy of the policy's, which only the
@@ -343,7 +344,7 @@ class Config(base.Config):
     """Accept rollouts sampled with top_p, top_k, min_p, min_tokens or penalties, whose distribution
     is not the policy's. They need proximal logprobs; a recipe then computes them."""
     score_after: bool = False
-    """Score the rollouts once more after the last step, so that mean_ratio and mean_logprob
+    """Compute the logprobs once more after the last step, so that mean_ratio and mean_logprob
     describe the new policy. False: they describe the policy just before the rollout's last step."""
     lora: Lora | None = None
     """Train adapters instead of all weights. Default: all weights."""
@@ -562,7 +563,7 @@ class Config(base.Config):
         is_own = self.algorithm not in algorithms.ALGORITHMS
         if is_own and self.algorithm_source and self.drop_zero_variance is not None:
             return self
-        source = self.require_source()
+        source = self.require_unchanged_code()
         algorithm = algorithms.resolve(self.algorithm)
         try:
             # the row of a user's own algorithm is unknown before this
@@ -603,7 +604,7 @@ class Config(base.Config):
             else algorithm
         )
 
-    def require_source(self) -> str:
+    def require_unchanged_code(self) -> str:
         """Return the hash of the algorithm's file. Raises ConfigError if it is not
         `algorithm_source`."""
         source = self._source_hash()
@@ -635,7 +636,7 @@ class Config(base.Config):
         """True if the loss rewards entropy, now or after the coefficient has moved."""
         return self.entropy_coef > 0 or self.entropy_target is not None
 
-    def carried(self, metrics: Mapping[str, Any]) -> Config:
+    def with_steered_kl(self, metrics: Mapping[str, Any]) -> Config:
         """Return the config of the next training of a policy with these `metrics`: with a KL
         target, its coefficient is the one that the last training ended with."""
         if self.kl_target is None:

@@ -9,9 +9,9 @@ and logprobs of more than one reference.
     rollouts = ["a/rollouts@3", "a/rollouts@2"]
     inputs = open_inputs(store, "a/policy@2", rollouts, {"rewards": rewards})
     list(inputs)    # policy, rollouts, rollouts.2, rewards, rewards.2: the roles in the manifest
-    sampled = Sampled(sets(inputs)[1])                  # a/rollouts@2 and what belongs to it
-    sampled.column("rewards", "reward")                 # of a/rewards@2, in the rollouts' order
-    turn_rewards(sampled)                               # [B] list<float32>
+    rollout_set = RolloutSet(sets(inputs)[1])           # a/rollouts@2 and what belongs to it
+    rollout_set.column("rewards", "reward")             # of a/rewards@2, in the rollouts' order
+    turn_rewards(rollout_set)                           # [B] list<float32>
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GivenRefs = str | Ref | list[str | Ref]
 _HOW_TO_MAKE = {
     "rewards": "quiver reward RECIPE --rollouts {}",
     "ref": "quiver logprobs RECIPE --rollouts {}",
-    "prox": "score {} under the policy that optimize.prox_of names",
+    "prox": "compute those of {} under the policy that optimize.prox_of names",
 }
 _NAMES = {
     "rewards": "rewards",
@@ -83,7 +83,7 @@ def open_inputs(
     return inputs
 
 
-def require_state(inputs: Mapping[str, Version]) -> None:
+def require_optimizer_state(inputs: Mapping[str, Version]) -> None:
     """Raise LineageError if the optimizer state of the policy expired."""
     policy = inputs["policy"]
     try:
@@ -168,8 +168,7 @@ def _require_one_reference(versions: list[Version]) -> None:
                 str(version.ref),
                 f"logprobs under {model.ref if model else unknown}, those of {versions[0].ref} are "
                 f"under {models[0].ref if models[0] else unknown}",
-                next=f"score the rollouts of {version.ref} under the same reference (stage "
-                "logprobs)",
+                next=f"compute those of {version.ref} under the same reference (stage logprobs)",
             )
 
 
@@ -209,7 +208,7 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
     return {"base": base, **inputs}
 
 
-def has_moments(config: Lora | None, policy: Version) -> bool:
+def has_optimizer_state(config: Lora | None, policy: Version) -> bool:
     """Return True if `policy` holds optimizer state for the weights trained now, adapters or whole
     weights."""
     if f"{OPTIMIZER_FOLDER}/state.json" not in policy.files.names:
@@ -231,7 +230,7 @@ def has_moments(config: Lora | None, policy: Version) -> bool:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class RolloutSet:
     """One version of rollouts with the versions that belong to it."""
 
     inputs: dict[str, Version]
@@ -275,7 +274,7 @@ class Sampled:
             raise LineageError(
                 str(self.inputs[role].ref),
                 "; ".join(problems),
-                next=f"score {self.rollouts.ref} again",
+                next=f"make the {_NAMES[role]} of {self.rollouts.ref} again",
             )
         # Arrow's own `take` joins all chunks first, and their lists may have at most 2^31 items
         # together; rows that are already in order are not copied
@@ -293,7 +292,7 @@ class Sampled:
         return pa.chunked_array(chunks, column.type)
 
 
-def require_own_ids(versions: Sequence[Sampled]) -> None:
+def require_own_ids(versions: Sequence[RolloutSet]) -> None:
     """Raise LineageError if a rollout is in two versions: repeating a generation gives the same
     ids."""
     for one, other in itertools.combinations(versions, 2):
@@ -317,7 +316,7 @@ def with_turns(table: pa.Table) -> pa.Table:
     return table.append_column("turns", pa.nulls(len(table), kind))
 
 
-def turn_rewards(version: Sampled) -> pa.ListArray:
+def turn_rewards(version: RolloutSet) -> pa.ListArray:
     """Return [B] list<float32>: the reward of each turn of each rollout, 0 for a turn without one;
     NaN for every turn of a rollout that is not scored, or that the engine gave up. Raises
     SchemaError unless each scored rollout has one reward for each turn."""

@@ -44,7 +44,7 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
         trainer.gather(writer.folder.with_name(f"{writer.run_key}.resume"))
         trainer.policy.set_mode("single")  # the block attention must not enter the saved config
         restore_dropout(model, parent)
-        state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}
+        state = optimizer.optimizer_state(trainer.optimizer, model) if config.save_optimizer else {}
         is_adapter_alone = config.lora is not None and config.lora.save == "adapter"
         if config.lora:
             lora.save(model, writer.folder)
@@ -109,7 +109,7 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
         "tokens_per_second": tokens / seconds if seconds else None,
         "packing": trainer.mode,
         "attention": trainer.kernel,
-        "padding_share": trainer.padding / max(trainer.places, 1),
+        "padding_share": trainer.padding / max(trainer.slots, 1),
         "precision": trainer.precision,
         "max_completion_tokens": loaded.batch.max_completion_tokens,
         "audit": trainer.audit_report,

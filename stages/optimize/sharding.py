@@ -40,7 +40,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.model.forward.encoder_decoder import Pairs
 from quiver.stages.model.forward.layout import Layout, Sequences
 from quiver.stages.model.forward.modules import fuse_modules
-from quiver.stages.model.forward.policy import Policy
+from quiver.stages.model.forward.policy import Outputs, Policy
 from quiver.stages.model.memory import layers_of
 
 from .optimizer import is_sharded
@@ -177,10 +177,10 @@ class ShardedTrainer(Trainer):
         outputs = [each for each in outputs if each is not None and each.requires_grad]
         torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
 
-    def _score_and_judge(self, rows: Sequence[int], sequences: Sequences) -> Tensor:
+    def _compute_outputs(self, rows: Sequence[int], sequences: Sequences) -> Outputs:
         with torch.no_grad():
             self._run_along(rows, sequences, frozen=False)
-        return super()._score_and_judge(rows, sequences)
+        return super()._compute_outputs(rows, sequences)
 
     def accumulate(self, members: list[int], active: list[int]) -> dict[str, Any]:
         self.step_rows = active

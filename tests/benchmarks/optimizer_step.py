@@ -291,7 +291,7 @@ def _quiver(arguments: argparse.Namespace) -> None:
         device=accelerator.device,
     )
     trainer = Trainer(config, model, batch, algorithms.resolve("grpo"), accelerator)
-    batch.old_logprobs.copy_(trainer.score(range(total)))
+    batch.old_logprobs.copy_(trainer.compute_logprobs(range(total)))
     trainer.train()
     updates = trainer.updates
     seconds = float(np.median([row["seconds"] for row in updates[1:]]))

@@ -39,7 +39,7 @@ from quiver.stages.core.store.storage import sha256
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.checks import check_lineage
 from quiver.stages.optimize.config import Config
-from quiver.stages.optimize.inputs import Sampled
+from quiver.stages.optimize.inputs import RolloutSet
 from tests import finished
 from tests.faults.broken import (
     DEPTHS,
@@ -110,7 +110,7 @@ SAMPLED = {"policy": "golden/policy@2", "prox": "golden/logprobs@2", **SCORED}
 def follow_lineage(store: Path) -> None:
     config = Config(max_staleness=9, allow_biased_sampling=True)
     versions = {role: Store(store).version(parse(ref)) for role, ref in SAMPLED.items()}
-    check_lineage(config, Store(store), Sampled(versions))
+    check_lineage(config, Store(store), RolloutSet(versions))
 
 
 READERS: dict[str, Callable[[Path], object]] = {

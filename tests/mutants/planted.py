@@ -81,8 +81,8 @@ PLANTED = (
     Planted(
         "scale_of_kept",
         "stages/optimize/rollouts.py",
-        "moments = terms.reward_moments(before, joined.rewards)",
-        "moments = terms.reward_moments(before, batch.rewards)",
+        "reward_moments = terms.reward_moments(before, joined.rewards)",
+        "reward_moments = terms.reward_moments(before, batch.rewards)",
         (f"{OPTIMIZE}/test_critic_stage.py::test_the_reward_scale_counts_every_scored_rollout",),
     ),
     Planted(

@@ -65,9 +65,11 @@ def find_version(plan: Plan) -> Version | None:
     Raises ConflictError if another version has the only number allowed, and any error of the
     stage's `accept`.
     """
-    version = plan.already_made or plan.store.find(plan.run, plan.kinds[-1], plan.run_key)
+    kind = plan.kinds[-1]
+    version = plan.already_made or plan.store.find(plan.run, kind, plan.run_key)
     if version is None:
-        if plan.only_number in plan.store.numbers(plan.run, plan.kinds[-1]):
+        numbers = plan.store.numbers(plan.run, kind)
+        if plan.only_number is not None and plan.only_number in numbers:
             raise ConflictError(
                 f"{plan.name}@{plan.only_number}",
                 plan.if_number_taken,

@@ -25,6 +25,11 @@ These are looked up with `getattr`. `plan` resolves an unresolved config itself.
 share (SHARED) all have writers, and one of them publishes. Of ranks (RANKS) only rank 0 has
 writers.
 
+A plan's `inputs` are versions that count with all they hold: the run key has their content hashes.
+Its `models` count only by their weights, tokenizer and template: the run key has the hashes of
+these, so the same model in two versions is the same work. A policy can be both: optimize trains it
+as a model, and continues from its metrics and optimizer state as an input.
+
 `check` is called before the first rollouts are paid for, and again if later prompts have another
 form. It takes no plan, because the plan of reward names rollouts and the plan of optimize names
 rewards, and neither exists yet. Known at that time are the config and the prompts: their columns,

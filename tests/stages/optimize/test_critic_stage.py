@@ -17,7 +17,7 @@ from quiver.stages.optimize import critic as critics
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize import terms
 from quiver.stages.optimize.inputs import open_inputs
-from quiver.stages.optimize.optimizer import make_optimizer, state
+from quiver.stages.optimize.optimizer import make_optimizer, optimizer_state
 from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer
 from tests import episodes
@@ -225,9 +225,9 @@ def test_a_critic_that_is_carried_is_one_that_never_stopped(store, start, made, 
     again.prepare()
     again.train()
     kept = {name: p.detach() for name, p in again.critic.named_parameters()}
-    kept |= state(again.optimizer, again.critic)
+    kept |= optimizer_state(again.optimizer, again.critic)
     assert world.are_equal(_critic_of(second, critic), kept)
-    moments = state(again.optimizer, again.model)
+    moments = optimizer_state(again.optimizer, again.model)
     assert world.are_equal(world.weights(second, "optimizer/state.safetensors"), moments)
     saved = dict(load_model(second, dtype=torch.float32).named_parameters())
     assert world.are_equal(saved, dict(again.model.named_parameters()))

@@ -19,7 +19,7 @@ from quiver.schemas.errors import LineageError, NumericError, SchemaError
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.model import checkpoints
 from quiver.stages.model.loading import load_model
-from quiver.stages.optimize.inputs import Sampled
+from quiver.stages.optimize.inputs import RolloutSet
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
@@ -122,7 +122,7 @@ def joined(rollout_ids: pa.ChunkedArray, rows: pa.Table) -> pa.ChunkedArray:
         SimpleNamespace(ref=name, table=lambda table=table: table)
         for name, table in (("rollouts", pa.table({"rollout_id": rollout_ids})), ("rewards", rows))
     )
-    return Sampled({"rollouts": rollouts, "rewards": rewards}).column("rewards", "values")
+    return RolloutSet({"rollouts": rollouts, "rewards": rewards}).column("rewards", "values")
 
 
 def cut(column: pa.Array, *ends: int) -> pa.ChunkedArray:

@@ -10,7 +10,7 @@ import torch
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize import rollouts as joining
-from quiver.stages.optimize.inputs import Sampled
+from quiver.stages.optimize.inputs import RolloutSet
 from quiver.stages.reward.config import Config as RewardConfig
 from quiver.stages.reward.override import Config as OverrideConfig
 from tests.stages.optimize import world
@@ -52,7 +52,7 @@ def test_parts_and_weights_are_those_of_the_reward_stage(policy, rewarded):
     function does not apply everywhere."""
     made = [rewarded("tiny", 1, even=2.0, high=0.5), rewarded("other", 2, high=1.5)]
     versions = [
-        Sampled({"policy": policy, "rollouts": rollouts, "rewards": rewards})
+        RolloutSet({"policy": policy, "rollouts": rollouts, "rewards": rewards})
         for rollouts, rewards in made
     ]
     columns = joining._parts(world.config(algorithm="gdpo"), versions)
