@@ -135,9 +135,9 @@ def calls_of(
 
 
 def make_here(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
-    """Make a call without Prefect, holding no process for another one; if PREFECT_API_URL names a
-    server, report the version to it."""
-    outcome = run_at(replace(call, where=replace(call.where, hold=False)))
+    """Make a call without Prefect and leave no resident process. If PREFECT_API_URL names a server,
+    report the version to it."""
+    outcome = run_at(replace(call, where=replace(call.where, resident_engine=False)))
     tell_version(call, outcome)
     return outcome
 

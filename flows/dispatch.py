@@ -22,9 +22,9 @@ from functools import partial
 
 from quiver.schemas.errors import ResourceError
 from quiver.stages.core.run.call import Call, Outcome
-from quiver.stages.core.run.holding import hold
 from quiver.stages.core.run.runner import plan_of, run_call
 from quiver.stages.core.run.stage import load
+from quiver.stages.core.run.stage_process import start_ahead
 from quiver.stages.core.run.subprocesses import Stopped
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
 
@@ -74,7 +74,7 @@ def run_at(
             for following in () if env else upcoming:
                 place = following.where
                 if place.pool is None and most_processes(following) == 1:
-                    hold(following.stage, following.config, place.python, place.online)
+                    start_ahead(following.stage, following.config, place.python, place.online)
             return run_call(call, on_line=on_line, env=env, stopped=is_stopped)
 
 
@@ -108,8 +108,8 @@ def _num_shards(call: Call) -> int:
 
 def _run_together(call: Call, count: int, on_line: Callable[[str], None]) -> Outcome:
     """Run one call as `count` processes and return its outcome."""
-    # An engine that stays would hold devices which the next call may not get.
-    shared = replace(call, share=True, where=replace(call.where, hold=False))
+    # A resident engine would occupy devices which the next call may not get.
+    shared = replace(call, share=True, where=replace(call.where, resident_engine=False))
     cores = sorted(os.sched_getaffinity(0))
     started_at = time.monotonic()
     started: dict[int, float] = {}

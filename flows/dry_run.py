@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quiver.stages.core.config import parse
-from quiver.stages.core.run.holding import in_one_process
+from quiver.stages.core.run.stage_process import in_one_process
 
 from .post_train import post_train
 from .recipe import Recipe

@@ -38,14 +38,14 @@ def where_of(placement: Placement, stage: str, *, online: bool = False) -> Where
         slots=placement.slots,
         devices=placement.devices,
         limit=placement.limits.get(stage),
-        hold=placement.resident_engine and stage == "generate",
+        resident_engine=placement.resident_engine and stage == "generate",
     )
 
 
 def check_resident(
     placement: Placement, generate: Generate, optimize: Optimize, *, has_images: bool
 ) -> None:
-    """Raise ConfigError if `resident_engine` is set for an engine that cannot stay."""
+    """Raise ConfigError if `resident_engine` is set for an engine that cannot be resident."""
     if not placement.resident_engine:
         return
     lora = optimize.lora

@@ -105,7 +105,7 @@ def for_workers(call: Call) -> Call:
     """
     store = Store(call.store)
     share = getattr(load(call.stage), "SHARED", False) and not call.force
-    where = replace(call.where, pool=None, store_id=store.id, hold=False)
+    where = replace(call.where, pool=None, store_id=store.id, resident_engine=False)
     return replace(call, store=str(store.path), share=share, where=where)
 
 

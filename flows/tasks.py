@@ -24,8 +24,8 @@ from prefect.context import FlowRunContext, TagsContext
 
 from quiver.schemas.errors import SYSTEM_REASONS, BusyError, QuiverError
 from quiver.stages.core.run.call import Call, Outcome
-from quiver.stages.core.run.holding import end_waiting
 from quiver.stages.core.run.runner import find
+from quiver.stages.core.run.stage_process import end_waiting
 from quiver.stages.core.run.subprocesses import Stopped
 
 from .calls import Maker, calls_of

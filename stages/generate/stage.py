@@ -32,7 +32,7 @@ from .opening import opened, with_code_hashes
 from .options import VllmOptions
 from .prompts import context_limit, most_pictures, select_prompts
 from .requests import Requests
-from .resident import engine_at_work
+from .resident import resident_or_fresh_engine
 from .rows import Rows
 from .shards import Shards
 from .texts import Texts
@@ -159,7 +159,7 @@ def _sample(
         # Name a missing or truncated file at once, before anything is imported.
         if "/" not in entry.name and policy.files.size(entry.name) != entry.bytes:
             policy.verify(entry.name)
-    with engine_at_work(config, setup, writer) as engine:
+    with resident_or_fresh_engine(config, setup, writer) as engine:
         requests = new_requests(
             rows=rows,
             texts=Texts.of(policy, setup.stop_ids),

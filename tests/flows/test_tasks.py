@@ -39,11 +39,11 @@ from prefect import flow
 from quiver.flows import post_train, tasks
 from quiver.flows.calls import perform
 from quiver.flows.recipe import load
-from quiver.stages.core.run import holding, runner
+from quiver.stages.core.run import runner, stage_process
 
-held, asking = [], runner.ask
+waiting, asking = [], runner.ask
 def asked(stage, *arguments, **named):
-    held.extend([stage] if stage in holding._waiting else [])
+    waiting.extend([stage] if stage in stage_process._waiting else [])
     return asking(stage, *arguments, **named)
 runner.ask = asked
 sizes, fn = [], tasks.stage_task.fn
@@ -63,7 +63,7 @@ settings = ["data.source='dies_once.py:rows'", "data.held_out=null", "placement.
 recipe = load("recipe.toml", settings)
 again = one("prompt", recipe.resolved().prompt_config(1), {"policy": "tiny/policy@0"})
 print(json.dumps({"run": run, "sizes": sizes, "reward": reward, "again": again,
-                  "held": held, "left": len(holding._waiting)}))
+                  "waiting": waiting, "left": len(stage_process._waiting)}))
 """
 
 
@@ -153,7 +153,7 @@ def test_what_travels_is_small_and_a_stage_is_a_flow(workplace):
         done["iterations"][0]["rewards"],
         True,
     )
-    assert answer["held"] == ["optimize", "generate"] * 2 and answer["left"] == 0, (
+    assert answer["waiting"] == ["optimize", "generate"] * 2 and answer["left"] == 0, (
         "each begun while the other ran"
     )
     assert (workplace / "died").exists() and answer["again"]["rows"] == 4, (

@@ -31,7 +31,11 @@ def quiver_version() -> str:
 
 @dataclass(frozen=True)
 class Where:
-    """Where a call runs and within which limits; chosen once, before the call is made."""
+    """Where a call runs and within which limits.
+
+    `placement.where_of` fills it in from [placement]. A pool, `_run_together` and `make_here` make
+    their own calls with another one.
+    """
 
     __pydantic_config__: ClassVar = _FORM
     pool: str | None = None
@@ -56,8 +60,9 @@ class Where:
     Default: one process."""
     limit: str | None = None
     """Global concurrency limit of the server; the stage holds one slot of it."""
-    hold: bool = False
-    """If true, the child may wait for the next such call, with its engine asleep."""
+    resident_engine: bool = False
+    """`placement.resident_engine`, for generate. If true, the child stays resident after its answer
+    and its engine sleeps until the next such call."""
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 This module decides whether to force, share, resume, or answer "already done". A finished version is
 found in this process within milliseconds. Otherwise the stage runs in a child process, so that its
-memory and device are free when it ends; it ends with its caller. With `hold`, a child may wait for
-the next call with an engine asleep, and then keeps some memory.
+memory and device are free when it ends; it ends with its caller. With `placement.resident_engine`
+the child of generate stays resident: it waits for the next call with its engine asleep, and keeps
+some memory. If it died meanwhile, or fails, that call is made in a fresh child, without an error.
 
     call = Call("generate", config, store.path, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
     outcome = find(call)        # only look; None if it is not finished
@@ -32,8 +33,8 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import open_staging
 
 from .call import Call, Outcome, quiver_version, require_version
-from .holding import ask
 from .stage import Plan, RequiredRefs, load
+from .stage_process import ask
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ def run_call(
         python=call.where.python,
         online=call.where.online,
         env=env,
-        hold=call.where.hold,
+        resident=call.where.resident_engine,
         on_line=on_line,
         timeout=call.where.timeout_seconds,
         stopped=stopped,
