@@ -2,7 +2,7 @@
 becomes a number.
 
 There are three kinds: functions (`pool`), models (`models`) and servers (`servers`). The stage
-knows them by this protocol alone. This module is light, because each worker imports it.
+knows them by this protocol alone. This module is light, because each process of a pool imports it.
 
 Not of the spine: read it when you write another kind of scorer.
 """

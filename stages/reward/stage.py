@@ -1,9 +1,9 @@
 """reward: turn rollouts into rewards/1 by the functions, models and servers of a recipe. Null means
 "not scored", never 0.
 
-Prompts are found through the rollouts' manifest and joined by group_id. Functions run in worker
-processes (`pool`), models in this process (`models`), servers are asked over HTTP (`servers`). A
-row for which a scorer failed has no reward. If more rows fail than `max_invalid` allows, the stage
+Prompts are found through the rollouts' manifest and joined by group_id. Functions run in
+processes of their own (`pool`), models in this process (`models`), and servers are asked over HTTP
+(`servers`). A row for which a scorer failed has no reward. If more rows fail than `max_invalid` allows, the stage
 ends with RewardError as soon as that is certain; finished shards are kept. `pinned` fills in the
 fingerprint of each scorer (of a function, the hash of its file), or raises if the config asks for
 another one. Fingerprints enter the run key, so an edited function scores anew.

@@ -209,7 +209,7 @@ TARGETS = (
         ),
     ),
     Target("stages/turns/pool.py", (ENVIRONMENT_POOL,), 12),
-    Target("stages/turns/worker.py", (ENVIRONMENT_POOL,), 8),
+    Target("stages/turns/environment_process.py", (ENVIRONMENT_POOL,), 8),
     Target(
         "stages/prompt/rows.py",
         (f"{PROMPT}/test_templates.py", f"{PROMPT}/test_prompt_stage.py"),

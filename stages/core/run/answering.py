@@ -1,4 +1,4 @@
-"""The process of a `Worker` (see `workers`): python -P answering.py CONNECTION (a descriptor)
+"""The inside of a `UserProcess`: python -P answering.py CONNECTION (a descriptor)
 
 It is started as a file; -P keeps the files beside it from shadowing libraries. The first message
 gives the module search path and the module that answers; each later message is one request:

@@ -2,7 +2,7 @@
 embedding model.
 
 Refused: texts that are longer than the model reads (unless `cut` is set), models without
-safetensors, code in a model. Each worker loads the model once, on the CPU, in float32.
+safetensors, code in a model. Each process loads the model once, on the CPU, in float32.
 """
 
 from __future__ import annotations

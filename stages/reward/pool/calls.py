@@ -1,7 +1,7 @@
-"""Call reward functions inside a worker: arguments are given by name, and the returned values are
-read. Look here for what counts as a valid return value.
+"""Call reward functions inside a `UserProcess`: arguments are given by name, and the returned values
+are read. Look here for what counts as a valid return value.
 
-The requests to the worker (see `answering`), and their answers:
+The requests to the process (see `answering`), and their answers:
 
     {"key": …, "load": {use, name, arguments, extra, …}}
                                                   → {"about": […], "error": {…}}, one of them null
@@ -42,7 +42,7 @@ from quiver.schemas.errors import (
 )
 from quiver.stages.core import plugins
 from quiver.stages.core.run.answering import no_copies
-from quiver.stages.core.run.workers import memory_limit
+from quiver.stages.core.run.user_process import memory_limit
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.pool.habits import LOGS, About, adapted
 from quiver.stages.reward.scoring import LARGEST, Part, as_extra
@@ -101,7 +101,7 @@ class Host:
         self, function: Function, request: dict[str, Any], send: Send
     ) -> list[list[Any]]:
         """Call an async function, and return the rows that were not sent before."""
-        import asyncio  # slow to import, and most workers do not need it
+        import asyncio  # slow to import, and most processes do not need it
 
         finished: list[list[Any]] = []
 
@@ -254,7 +254,8 @@ def _call_once(
         with _surroundings():
             returned = function.call(**function.keywords(columns))
         return read(returned, num_rows, function.extra)
-    # SystemExit and KeyboardInterrupt too: they come from the function, no user interrupts a worker
+    # SystemExit and KeyboardInterrupt too: they come from the function, since no user interrupts
+    # this process
     except BaseException as error:
         return [_raised(error, function.source)] * num_rows, None
 
@@ -269,7 +270,7 @@ async def call_together(
 ) -> None:
     """Call an async function for each row (or for the one group). At most `at_once` calls wait
     together, each for at most `seconds`. `report` is called as each row is done."""
-    import asyncio  # slow to import, and most workers do not need it
+    import asyncio  # slow to import, and most processes do not need it
 
     gate = asyncio.Semaphore(at_once)
 
@@ -340,7 +341,7 @@ def _raised(error: BaseException, source: str = "") -> Part:
 
 
 def memory_allowance(limit: int) -> str:
-    """Describe a worker's memory limit, in bytes, and the key that raises it."""
+    """Describe a process's memory limit, in bytes, and the key that raises it."""
     return f"a reward worker may have {limit / 2**30:.3g} GiB, reward.max_memory_gib"
 
 
