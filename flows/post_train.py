@@ -40,7 +40,7 @@ from prefect import flow
 from quiver.stages import CHAIN
 from quiver.stages.core.config import Config
 from quiver.stages.core.run.call import Outcome
-from quiver.stages.reward.stage import pinned
+from quiver.stages.reward.stage import with_fingerprints
 
 from .calls import check_stages, perform
 from .evaluation import measure, numbers
@@ -181,7 +181,7 @@ class Chain:
 
         def check() -> None:
             check_stages({"optimize": recipe.optimize_config()})
-            pinned(recipe.reward)  # only raises, if a scorer is not the one that is pinned
+            with_fingerprints(recipe.reward)  # only raises, if a scorer has another fingerprint
 
         return perform("policy", recipe.policy, {}, label="import policy", before=check).ref
 
