@@ -7,10 +7,10 @@ of a call that failed are called alone.
         parts = pool.run(scorer, {"completions": [...], "answer": [...]}, rollout_ids)
 
 The first call of a function in a process has one row; later calls grow with the measured speed. A
-call on several rows has at most BATCH_SECONDS. If it takes longer, or its process ends, the process is
-killed. Each of the rows is then called alone, with the function's own `timeout_seconds`. So a row
-that hangs fails alone, and costs at most that time + BATCH_SECONDS and the start of a process; a
-slow row succeeds. Results do not depend on the number of processes or the sizes of calls.
+call on several rows has at most BATCH_SECONDS. If it takes longer, or its process ends, the process
+is killed. Each of the rows is then called alone, with the function's own `timeout_seconds`. So a
+row that hangs fails alone, and costs at most that time + BATCH_SECONDS and the start of a process;
+a slow row succeeds. Results do not depend on the number of processes or the sizes of calls.
 
 A process loads a function when it first calls it.
 """
