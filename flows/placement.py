@@ -27,7 +27,7 @@ class GivenUp(ResourceError):
 
 def where_of(placement: Placement, stage: str, *, online: bool = False) -> Where:
     """Return where a call of `stage` runs. Ranks that a launcher started stay in no pool."""
-    are_placed = are_launched() and ranks.can_share(stage)
+    are_placed = are_launched() and ranks.knows_ranks(stage)
     return Where(
         pool=None if are_placed else placement.pools.get(stage),
         workers=placement.fan_out,
@@ -37,7 +37,7 @@ def where_of(placement: Placement, stage: str, *, online: bool = False) -> Where
         online=online,
         slots=placement.slots,
         devices=placement.devices,
-        limit=placement.limits.get(stage),
+        concurrency_limit=placement.limits.get(stage),
         resident_engine=placement.resident_engine and stage == "generate",
     )
 

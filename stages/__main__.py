@@ -34,7 +34,7 @@ from quiver.stages.core.config import parse
 from quiver.stages.core.run import keeper
 from quiver.stages.core.run.call import Call, quiver_version
 from quiver.stages.core.run.runner import perform
-from quiver.stages.core.run.stage import load
+from quiver.stages.core.run.stage import load_stage
 from quiver.stages.core.run.stage_process import ANSWER_NAME, ANY_STAGE, CALL_NAME, this_process
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def main() -> int:
 
 def import_for(call: dict) -> None:
     """Import what the call's stage needs for its config."""
-    stage = load(call["stage"])
+    stage = load_stage(call["stage"])
     if ranks.needed(call["stage"], call["config"]) > 1:
         ranks.import_ahead()
     elif hasattr(stage, "import_ahead"):

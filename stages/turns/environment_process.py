@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class Host:
+class Answerer:
     """The environments of this process, by key."""
 
     def __init__(self) -> None:

@@ -62,7 +62,7 @@ def test_each_stage_has_its_place(recipe):
         pool="gpus", python="/v/bin/python", online=True, resident_engine=True, **everywhere
     )
     assert where_of(placement, "optimize") == Where(
-        timeout_seconds=60, limit="training", **everywhere
+        timeout_seconds=60, concurrency_limit="training", **everywhere
     )
 
 
@@ -75,7 +75,7 @@ def test_ranks_of_a_launcher_stay_in_no_pool(recipe, monkeypatch):
 
 def test_a_call_travels_whole(store):
     where = Where(pool="gpus", workers=2, python="/v/bin/python", timeout_seconds=5, online=True,
-                  slots=2, limit="l", resident_engine=True)  # fmt: skip
+                  slots=2, concurrency_limit="l", resident_engine=True)  # fmt: skip
     refs = {"rollouts": ["a/rollouts@1"]}
     call = Call("reward", {"functions": []}, store.path, refs, "a", label="a", where=where)
     sent = Call.from_json(json.loads(json.dumps(for_workers(call).to_json())))

@@ -11,7 +11,7 @@ import pytest
 from prefect.states import Failed
 
 from quiver.flows import nightly, post_train, stage
-from quiver.flows.calls import labels_of
+from quiver.flows.calls import prefect_tags
 from quiver.flows.placement import GivenUp
 from quiver.flows.tasks import stage_task, worth_retrying
 from quiver.schemas import errors
@@ -47,9 +47,9 @@ def asked(stage, *arguments, **named):
     return asking(stage, *arguments, **named)
 runner.ask = asked
 sizes, fn = [], tasks.stage_task.fn
-def results(call, upcoming, labels):
-    outcome = fn(call, upcoming, labels)
-    sizes.extend([len(repr((call, upcoming, labels))), len(repr(outcome))])
+def results(call, upcoming, tags):
+    outcome = fn(call, upcoming, tags)
+    sizes.extend([len(repr((call, upcoming, tags))), len(repr(outcome))])
     return outcome
 tasks.stage_task.fn = results
 recipe = load("recipe.toml")
@@ -127,8 +127,8 @@ def test_a_store_that_can_not_be_written_is_not_tried_again(tmp_path, number, ag
 
 
 def test_tags_tell_run_stage_and_iteration():
-    assert labels_of("arith", "generate", 3) == ("run:arith", "stage:generate", "iteration:3")
-    assert labels_of("arith") == ("run:arith",)
+    assert prefect_tags("arith", "generate", 3) == ("run:arith", "stage:generate", "iteration:3")
+    assert prefect_tags("arith") == ("run:arith",)
 
 
 @pytest.mark.prefect

@@ -58,7 +58,7 @@ class Where:
     devices: Literal["all"] | int | None = None
     """Number of the host's devices that the stage may use, with one process per model copy.
     Default: one process."""
-    limit: str | None = None
+    concurrency_limit: str | None = None
     """Global concurrency limit of the server; the stage holds one slot of it."""
     resident_engine: bool = False
     """`placement.resident_engine`, for generate. If true, the child stays resident after its answer

@@ -33,7 +33,7 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import open_staging
 
 from .call import Call, Outcome, quiver_version, require_version
-from .stage import Plan, RequiredRefs, load
+from .stage import Plan, RequiredRefs, load_stage
 from .stage_process import ask
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 def plan_of(call: Call, store: Store | None = None) -> Plan:
     """Return the call's plan. Raises ConfigError, LineageError or SchemaError."""
-    stage = load(call.stage)
+    stage = load_stage(call.stage)
     config = parse(stage.Config, dict(call.config), f"stage {call.stage}")
     refs = RequiredRefs(call.stage, call.refs)
     return stage.plan(config, store or Store(call.store), refs, call.into)
@@ -74,7 +74,7 @@ def find_version(plan: Plan) -> Version | None:
                 plan.if_number_taken,
                 next="choose another name for the run",
             )
-    elif accept := getattr(load(plan.stage), "accept", None):
+    elif accept := getattr(load_stage(plan.stage), "accept", None):
         accept(plan, version)
     return version
 
@@ -91,7 +91,7 @@ def perform(call: Call, store: Store | None = None) -> Outcome:
     """
     started_at = time.monotonic()
     plan = plan_of(call, store)
-    stage = load(call.stage)
+    stage = load_stage(call.stage)
     version = None if call.force else find_version(plan)
     if version is None and call.share and not getattr(stage, "SHARED", False):
         raise ConfigError(
@@ -221,7 +221,7 @@ def run_stage(
     try:
         outcome = perform(call, opened) if in_process else find(call) or run_call(call)
     except BusyError as error:
-        if getattr(load(stage), "SHARED", False) and not force and not share:
+        if getattr(load_stage(stage), "SHARED", False) and not force and not share:
             error.next += "; or make all these calls with share=True, and they do it together"
         raise
     return opened.resolve(outcome.ref)

@@ -72,7 +72,7 @@ class Stage(Protocol):
         """
 
 
-def load(name: str) -> Stage:
+def load_stage(name: str) -> Stage:
     """Return the module of a stage. Raises ConfigError if there is no such stage."""
     if name not in MODULES:
         raise ConfigError(
@@ -100,6 +100,6 @@ def is_made_alike(first: Manifest, second: Manifest) -> bool:
         return True
     if first.stage not in MODULES:
         return False
-    config_class = load(first.stage).Config
+    config_class = load_stage(first.stage).Config
     keys = [parse(config_class, each.config, each.ref).key() for each in (first, second)]
     return keys[0] == keys[1]

@@ -4,7 +4,7 @@
     answer = ask("generate", call, resident=True)     # use it, and keep it with its engine asleep
     end_waiting()                                     # end all that wait for a call
 
-    with in_one_process():                        # one process for the calls of all stages
+    with one_child_for_any_stage():                   # one process for the calls of all stages
         answer = ask("prompt", call)
 
 With `placement.resident_engine` (`Where.resident_engine`), generate's process stays resident after
@@ -65,7 +65,7 @@ ANY_STAGE = "any"
 """In place of a stage's name: the process answers calls for all stages, and waits after each."""
 CALL_NAME, ANSWER_NAME = "call.json", "answer.json"
 _find_library = cache(find_library)
-_IN_ONE_PROCESS: ContextVar[bool] = ContextVar("quiver_in_one_process", default=False)
+_FOR_ANY_STAGE: ContextVar[bool] = ContextVar("quiver_for_any_stage", default=False)
 log = logging.getLogger(__name__)
 user_log = logging.getLogger("quiver")
 """Logger for the lines that a recipe's user sees."""
@@ -229,8 +229,8 @@ def ask(
         Stopped: `stopped` returned true.
     """
     terms = Terms(stage, python, online, env or None, call["config"].get("options"))
-    is_shared = _IN_ONE_PROCESS.get()
-    if is_shared:
+    for_any_stage = _FOR_ANY_STAGE.get()
+    if for_any_stage:
         terms = terms._replace(stage=ANY_STAGE, options=None)
     started_at = time.monotonic()
     child = _waiting.pop(terms.stage, None)
@@ -243,7 +243,7 @@ def ask(
             was_resident = child.is_resident
             answer, problem = child.ask(
                 call,
-                resident=resident or is_shared,
+                resident=resident or for_any_stage,
                 on_line=on_line,
                 timeout=timeout,
                 stopped=stopped,
@@ -251,7 +251,7 @@ def ask(
             # a resident process outlives this block; if another thread has kept one, this one ends
             if child.is_resident and _waiting.setdefault(terms.stage, child) is child:
                 stack.pop_all()
-        if answer is not None and ("error" not in answer or is_shared or not was_resident):
+        if answer is not None and ("error" not in answer or for_any_stage or not was_resident):
             return answer
         if answer is not None:
             problem = f"{answer['error']['object']}: {answer['error']['message']}"
@@ -273,9 +273,9 @@ def start_ahead(
 ) -> None:
     """Start a process that imports what `stage` needs for `config`, and waits for its call.
 
-    Does nothing if one waits already, or inside `in_one_process`.
+    Does nothing if one waits already, or inside `one_child_for_any_stage`.
     """
-    if stage not in _waiting and not _IN_ONE_PROCESS.get():
+    if stage not in _waiting and not _FOR_ANY_STAGE.get():
         terms = Terms(stage, python, online, options=config.get("options"))
         child = StageProcess(terms, {"stage": stage, "config": config})
         if _waiting.setdefault(stage, child) is not child:  # another thread was faster
@@ -290,16 +290,16 @@ def end_waiting() -> None:
 
 
 @contextmanager
-def in_one_process() -> Iterator[None]:
+def one_child_for_any_stage() -> Iterator[None]:
     """Let one process answer all calls made inside, for any stage, as long as none fails.
 
     For work so small that most of its time would go into a process's imports.
     """
-    token = _IN_ONE_PROCESS.set(True)
+    token = _FOR_ANY_STAGE.set(True)
     try:
         yield
     finally:
-        _IN_ONE_PROCESS.reset(token)
+        _FOR_ANY_STAGE.reset(token)
 
 
 def allocator_environment() -> dict[str, str]:

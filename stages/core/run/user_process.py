@@ -5,7 +5,7 @@
     process.ask({"key": 1, "load": {…}}, 60, Loaded)    # or Late, Ended
     process.end()                               # it, and all that it started, is gone
 
-`module` has a class Host; its method `answer` is called in the process (see `answering`). Its
+`module` has a class Answerer; its method `answer` is called in the process (see `answering`). Its
 output is always drained, and up to PRINTED_BYTES of it are kept between two calls of `printed`.
 """
 

@@ -52,7 +52,7 @@ Columns = dict[str, list[Any]]
 Send = Callable[[dict[str, Any]], None]
 
 
-class Host:
+class Answerer:
     """The functions that this process has loaded, by key."""
 
     def __init__(self) -> None:

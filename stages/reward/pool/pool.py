@@ -75,7 +75,7 @@ class Answer(BaseModel):
 
 
 class FunctionProcess(UserProcess):
-    """A process in which reward functions run (see `calls.Host`)."""
+    """A process in which reward functions run (see `calls.Answerer`)."""
 
     def __init__(self, memory_bytes: int) -> None:
         """Start the process with at most `memory_bytes` of private memory."""

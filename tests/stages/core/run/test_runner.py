@@ -126,7 +126,7 @@ def second_rank(store, monkeypatch):
         planned = {"Config": Settings, "plan": lambda *_: plan}
         stage = SimpleNamespace(RANKS=True, make=make, **planned)
         monkeypatch.setenv("RANK", "1")
-        monkeypatch.setattr(runner, "load", lambda name: stage)
+        monkeypatch.setattr(runner, "load_stage", lambda name: stage)
         monkeypatch.setattr(runner.time, "sleep", sleep)
         return perform(Call("logprobs", {}, store.path, force=force), store).ref
 
@@ -173,7 +173,7 @@ def test_one_process_does_the_calls_of_all_stages_and_fails_once(tmp_path, monke
         "StageProcess",
         lambda *about: started.append(StageProcess(*about)) or started[-1],
     )
-    with stage_process.in_one_process():
+    with stage_process.one_child_for_any_stage():
         stage_process.start_ahead("generate", {})  # needs none
         refs = [run_call(call).ref for call in (policy, prompt, prompt)]
         assert refs == ["a/policy@0", "a/prompts@1", "a/prompts@2"]
