@@ -33,8 +33,12 @@ def quiver_version() -> str:
 class Where:
     """Where a call runs and within which limits.
 
-    `placement.where_of` fills it in from [placement]. A pool, `_run_together` and `make_here` make
-    their own calls with another one.
+    In a flow, `calls.perform` makes the call, and `placement.where_of` fills this in from
+    [placement]; in `run_stage` all fields have their defaults. Whatever runs the call then works on
+    a copy. For the workers of a pool, `pool.for_workers` sets `store_id`, and drops `pool` and
+    `resident_engine`. `dispatch._run_together` drops `resident_engine`, and counts
+    `timeout_seconds` from the start of the first process. A call made by hand (`calls.make_here`)
+    has no `resident_engine` either.
     """
 
     __pydantic_config__: ClassVar = _FORM
