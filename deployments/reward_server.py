@@ -49,7 +49,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable, unexpected
 from quiver.stages.core.config import parse
 from quiver.stages.core.servers import MalformedError, is_loopback, read_json, secret
-from quiver.stages.reward.config import Config, pinned
+from quiver.stages.reward.config import Config, with_fingerprints
 from quiver.stages.reward.pool.scorer import no_groups
 from quiver.stages.reward.scoring import Scorer
 from quiver.stages.reward.servers.dialects import openrlhf, quiver
@@ -374,7 +374,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        config, _ = pinned(load(options.recipe))
+        config, _ = with_fingerprints(load(options.recipe))
         for function in config.functions:
             if function.scope == "group":
                 raise no_groups(function.name)

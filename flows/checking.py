@@ -17,7 +17,7 @@ from typing import Any
 
 from quiver.flows.look.words import counted
 from quiver.schemas.errors import ConfigError, printable, quoted_name
-from quiver.stages.core.run.stage import load
+from quiver.stages.core.run.stage import load_stage
 from quiver.stages.model.from_function import is_function
 from quiver.stages.reward.pool import pool as function_pool
 from quiver.stages.reward.preview import preview
@@ -155,11 +155,11 @@ def try_stages(recipe: Recipe) -> list[str]:
     columns = recipe.columns["data"]
     for held_out in recipe.columns.values():
         if held_out != columns:
-            load("reward").check(recipe.reward, [*held_out, *recipe.offered_columns])
+            load_stage("reward").check(recipe.reward, [*held_out, *recipe.offered_columns])
     tried = ["reward"] if recipe.generate.turns is None else ["generate", "reward"]
     if trains_here(recipe.placement):
         config = recipe.optimize_config()
-        load("optimize").check(config, [*columns, *recipe.offered_columns])
+        load_stage("optimize").check(config, [*columns, *recipe.offered_columns])
         tried.append("optimize")
     return tried
 

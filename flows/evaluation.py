@@ -94,7 +94,7 @@ def measure(
     return replace(evaluation, seconds=round(seconds, 3))
 
 
-def numbers(outcome: Outcome | None) -> dict[str, Any] | None:
+def printed_evaluation(outcome: Outcome | None) -> dict[str, Any] | None:
     """Return score, standard error and n of an evaluation, what it leaves out, and its
     reference."""
     return outcome and {**score_numbers(outcome.metrics), "ref": outcome.ref}

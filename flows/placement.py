@@ -27,7 +27,7 @@ class GivenUp(ResourceError):
 
 def where_of(placement: Placement, stage: str, *, online: bool = False) -> Where:
     """Return where a call of `stage` runs. Ranks that a launcher started stay in no pool."""
-    are_placed = are_launched() and ranks.can_share(stage)
+    are_placed = are_launched() and ranks.knows_ranks(stage)
     return Where(
         pool=None if are_placed else placement.pools.get(stage),
         workers=placement.fan_out,
@@ -37,15 +37,15 @@ def where_of(placement: Placement, stage: str, *, online: bool = False) -> Where
         online=online,
         slots=placement.slots,
         devices=placement.devices,
-        limit=placement.limits.get(stage),
-        hold=placement.resident_engine and stage == "generate",
+        concurrency_limit=placement.limits.get(stage),
+        resident_engine=placement.resident_engine and stage == "generate",
     )
 
 
 def check_resident(
     placement: Placement, generate: Generate, optimize: Optimize, *, has_images: bool
 ) -> None:
-    """Raise ConfigError if `resident_engine` is set for an engine that cannot stay."""
+    """Raise ConfigError if `resident_engine` is set for an engine that cannot be resident."""
     if not placement.resident_engine:
         return
     lora = optimize.lora

@@ -37,7 +37,7 @@ from quiver.schemas.errors import (
     printable,
 )
 from quiver.stages.core.run.call import Call, Outcome
-from quiver.stages.core.run.stage import load
+from quiver.stages.core.run.stage import load_stage
 from quiver.stages.core.run.subprocesses import Stopped
 from quiver.stages.core.store import Store
 
@@ -104,8 +104,8 @@ def for_workers(call: Call) -> Call:
     It is shared if the stage can be, unless it is forced.
     """
     store = Store(call.store)
-    share = getattr(load(call.stage), "SHARED", False) and not call.force
-    where = replace(call.where, pool=None, store_id=store.id, hold=False)
+    share = getattr(load_stage(call.stage), "SHARED", False) and not call.force
+    where = replace(call.where, pool=None, store_id=store.id, resident_engine=False)
     return replace(call, store=str(store.path), share=share, where=where)
 
 

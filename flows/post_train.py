@@ -40,10 +40,10 @@ from prefect import flow
 from quiver.stages import CHAIN
 from quiver.stages.core.config import Config
 from quiver.stages.core.run.call import Outcome
-from quiver.stages.reward.stage import pinned
+from quiver.stages.reward.stage import with_fingerprints
 
 from .calls import check_stages, perform
-from .evaluation import measure, numbers
+from .evaluation import measure, printed_evaluation
 from .look.pages import Curve, link_report
 from .recipe import Recipe
 from .retention import clean_up
@@ -81,7 +81,7 @@ def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> di
         # Before the baseline, so that a missing source is reported before anything is generated.
         prompts = chain.make_prompts(base, 1, 1)
         check = partial(chain.check_prompts, prompts.ref)
-        baseline = numbers(measure(recipe, base, 0, forced, before=check))
+        baseline = printed_evaluation(measure(recipe, base, 0, forced, before=check))
         printed: list[dict[str, Any]] = []
         curve = Curve(recipe.run)
 
@@ -92,7 +92,7 @@ def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> di
                 # A copy to print; `improve` keeps the iteration without its evaluation.
                 iteration = replace(
                     iteration,
-                    evaluation={**numbers(evaluation), "baseline": baseline},
+                    evaluation={**printed_evaluation(evaluation), "baseline": baseline},
                     seconds={**iteration.seconds, "evaluate": evaluation.seconds},
                 )
             printed.append(iteration.to_json())
@@ -181,7 +181,7 @@ class Chain:
 
         def check() -> None:
             check_stages({"optimize": recipe.optimize_config()})
-            pinned(recipe.reward)  # only raises, if a scorer is not the one that is pinned
+            with_fingerprints(recipe.reward)  # only raises, if a scorer has another fingerprint
 
         return perform("policy", recipe.policy, {}, label="import policy", before=check).ref
 

@@ -23,7 +23,7 @@ from quiver.stages.core import plugins
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.call import Call
 from quiver.stages.core.run.runner import find, plan_of
-from quiver.stages.core.run.stage import Plan, load
+from quiver.stages.core.run.stage import Plan, load_stage
 from quiver.stages.core.servers import secret
 from quiver.stages.core.store import Store, Version
 from quiver.stages.generate.engine import code_hash, engine_options
@@ -71,7 +71,7 @@ def preflight(recipe: Recipe) -> Recipe:
         for code in generate.turns.own_code() if generate.turns else ():
             plugins.definition(*code)
     if trains_here(recipe.placement):
-        load("optimize").check(recipe.optimize_config(), ())
+        load_stage("optimize").check(recipe.optimize_config(), ())
     credit = recipe.optimize.credit
     turns = recipe.generate.turns
     uses_environment = ENVIRONMENT in [function.use for function in recipe.reward.functions]
@@ -193,7 +193,7 @@ def _tell_what_differs(plan: Plan, kind: str) -> None:
     with suppress(QuiverError):  # A deleted or damaged version is not this function's concern.
         version = plan.store.open(f"{plan.run}/{kind}@{numbers[0]}")
         manifest = version.manifest
-        saved = parse(load(manifest.stage).Config, manifest.config, str(version.ref))
+        saved = parse(load_stage(manifest.stage).Config, manifest.config, str(version.ref))
         before, asked = (  # An empty table shows by the keys it lacks.
             {path: leaf for path, leaf in flatten(config.key()).items() if leaf != {}}
             for config in (saved, plan.config)

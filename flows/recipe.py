@@ -106,7 +106,7 @@ class Recipe(Config):
     retention: Retention = Retention()
     """Which of the run's versions and files are kept."""
     placement: Placement = Placement()
-    """Work pools, interpreters, time limits, retries and slots."""
+    """Work pools, interpreters, time limits, retries, slots, and the resident engine."""
     _looked_up: dict[str, Config] = PrivateAttr(default_factory=dict)
     """The sections as `resolved` left them, to see if they changed since."""
     _columns: dict[str, list[str]] = PrivateAttr(default_factory=dict)

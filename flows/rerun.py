@@ -22,7 +22,7 @@ from quiver.schemas.refs import parse
 from quiver.stages.core.config import Config
 from quiver.stages.core.run.call import Call, Outcome
 from quiver.stages.core.run.runner import find
-from quiver.stages.core.run.stage import load
+from quiver.stages.core.run.stage import load_stage
 from quiver.stages.core.store import Store
 from quiver.stages.model import checkpoints
 from quiver.stages.model.checkpoints import PolicyConfig
@@ -99,7 +99,7 @@ def rerun(
         return measure(recipe.held_out_resolved(), policy, iteration, forced)
     if stage == "optimize":
         warn_of_temperatures(recipe.generate.sampling.temperature, store, refs["rollouts"])
-        config = load(stage).resolve(recipe.optimize_config())
+        config = load_stage(stage).resolve(recipe.optimize_config())
         section = recipe.optimize.model_copy(update=dict(config))
         if section.kl_coef > 0 and recipe.reference.rule != "fixed":
             raise ConfigError(
@@ -117,7 +117,7 @@ def rerun(
         config = recipe.reward
     else:
         config = getattr(recipe, f"{stage}_config")(iteration)
-    resolve = getattr(load(stage), "resolve", None)
+    resolve = getattr(load_stage(stage), "resolve", None)
     # Once, here: otherwise each plan of an open config would read its source again.
     if resolve is not None:
         config = resolve(config)

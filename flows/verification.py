@@ -25,7 +25,7 @@ from quiver.stages.core.store.arrow_check import ArrowCheck
 from quiver.stages.core.store.notes import damaged_staging
 from quiver.stages.core.store.retention import folders_of, users_of
 from quiver.stages.core.store.storage import storage_errors
-from quiver.stages.model.checkpoints import adapter_base, as_model, is_adapter_alone
+from quiver.stages.model.checkpoints import adapter_base, is_adapter_alone, model_entry
 
 
 def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[QuiverError]]:
@@ -155,7 +155,7 @@ def _verify_sources(store: Store, version: Version) -> None:
             continue  # a folder or a hub's id
         if ref.kind != "policy" or ref == version.ref or not _manifest(store, version, ref):
             continue
-        now = as_model(model.role, store.version(ref))
+        now = model_entry(model.role, store.version(ref))
         # a stage names only the parts it reads; a template may come from a file instead of the
         # policy
         if model.weights not in ("", now.weights) or model.tokenizer not in ("", now.tokenizer):

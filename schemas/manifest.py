@@ -62,7 +62,7 @@ class Input(_Part):
     content_hash: str = Field(pattern=_SHA)
 
 
-class Model(_Part):
+class ModelEntry(_Part):
     """One model that took part, identified by the hashes of everything that decides its numbers."""
 
     role: str
@@ -96,7 +96,7 @@ class Manifest(_Part):
     run_key: str = Field(pattern=_SHA)
     config: dict[str, Any]
     inputs: tuple[Input, ...]
-    models: tuple[Model, ...]
+    models: tuple[ModelEntry, ...]
     files: tuple[FileEntry, ...]
     rows: _Count
     content_hash: str = Field(pattern=_SHA)
@@ -111,7 +111,7 @@ class Manifest(_Part):
     def ref(self) -> str:
         return f"{self.run}/{self.kind}@{self.version}"
 
-    def model(self, role: str) -> Model | None:
+    def model(self, role: str) -> ModelEntry | None:
         """Return the model with this role, or None."""
         return next((model for model in self.models if model.role == role), None)
 
@@ -119,7 +119,7 @@ class Manifest(_Part):
         """Return the input with this role, or None."""
         return next((entry for entry in self.inputs if entry.role == role), None)
 
-    def require_model(self, role: str) -> Model:
+    def require_model(self, role: str) -> ModelEntry:
         """Return the model with this role. Raises LineageError if there is none."""
         return self.model(role) or self._names_no(role)
 

@@ -1,6 +1,7 @@
-"""The stages: one package each, which runs alone and knows neither other stages nor its runner.
+"""The stages: one package each, which runs alone and knows no other stage (`turns` and `model` are
+shared). Most know nothing of their process either; `core/run/stage.py` names the exceptions.
 
-Not of the spine: `load` imports a stage by this table.
+Not of the spine: `load_stage` imports a stage by this table.
 """
 
 MODULES = {

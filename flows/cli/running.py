@@ -75,14 +75,14 @@ def run(
         else:
             from prefect import tags
 
-            from quiver.flows.calls import labels_of
+            from quiver.flows.calls import prefect_tags
             from quiver.flows.post_train import post_train
 
             from .summary import next_commands, summary
 
             Store(loaded.store)
             finished(loaded)  # Warns if another recipe began this run.
-            with _from_shell(), tags(*labels_of(loaded.run)):
+            with _from_shell(), tags(*prefect_tags(loaded.run)):
                 answer = post_train(loaded, first)
             commands = next_commands(loaded, recipe, settings, answer)
             lines = summary(Path(loaded.store).absolute(), answer, commands)

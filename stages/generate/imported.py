@@ -103,7 +103,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         run=into or policy.ref.run,
         kinds=("rollouts",),
         inputs=inputs,
-        models=(checkpoints.as_model("policy", policy),),
+        models=(checkpoints.model_entry("policy", policy),),
     )
 
 

@@ -53,7 +53,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
                 "it holds an adapter alone, and whole weights are averaged",
                 next='train with optimize.lora.save = "merged"',
             )
-    models = tuple(checkpoints.as_model(role, version) for role, version in versions.items())
+    models = tuple(checkpoints.model_entry(role, version) for role, version in versions.items())
     return Plan(
         store=store,
         stage="average",

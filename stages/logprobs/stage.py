@@ -44,7 +44,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     """
     rollouts = store.open(refs["rollouts"])
     policy = store.open(refs["policy"])
-    model = checkpoints.as_model(config.role, policy)
+    model = checkpoints.model_entry(config.role, policy)
     sampler = rollouts.manifest.model("policy")
     if config.is_of_sampler and (sampler is None or sampler.weights != model.weights):
         sampled_by = f"{sampler.weights[:12]}… ({sampler.ref})" if sampler else "no policy"
@@ -109,16 +109,16 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             writer.write(index, shard)
             done = min(start + ROWS_PER_SHARD, len(table))
             log.info("logprobs: %d of %d rows", done, len(table))
-    workers = [worker for worker in writer.reports() if worker.get("tokens")]
-    first_worker = workers[0] if workers else {}
-    speed = sum(worker["tokens"] / worker["seconds"]["pass"] for worker in workers)
+    reports = [report for report in writer.reports() if report.get("tokens")]
+    first_report = reports[0] if reports else {}
+    speed = sum(report["tokens"] / report["seconds"]["pass"] for report in reports)
     metrics = {
         "tokens": _count_tokens(table["completion_ids"]),
-        "tokens_per_second": round(speed, 1) if workers else None,
-        "packing": first_worker.get("packing"),
-        "attention": first_worker.get("attention"),
+        "tokens_per_second": round(speed, 1) if reports else None,
+        "packing": first_report.get("packing"),
+        "attention": first_report.get("attention"),
     }
-    device = first_worker.get("device", "cpu")
+    device = first_report.get("device", "cpu")
     writer.finish(metrics=metrics, device=device, ids=table["rollout_id"])
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
-from quiver.schemas.manifest import Model, digest
+from quiver.schemas.manifest import ModelEntry, digest
 from quiver.stages.core.config import Config as Base
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store, Version, ledger
@@ -284,8 +284,8 @@ def find_folder(model: str, revision: str | None, field: str) -> Path:
 # -- how a checkpoint is identified
 
 
-def folder_as_model(role: str, name: str, folder: Path, *, remembered: bool) -> Model:
-    """Return the manifest entry of a model directory outside any store, like `as_model`.
+def folder_model_entry(role: str, name: str, folder: Path, *, remembered: bool) -> ModelEntry:
+    """Return the manifest entry of a model directory outside any store, like `model_entry`.
 
     Args:
         role: The model's role, such as "policy".
@@ -294,23 +294,23 @@ def folder_as_model(role: str, name: str, folder: Path, *, remembered: bool) -> 
         remembered: If true, cached hashes are enough, as for a plan. For a new manifest pass
             False, which reads every byte.
     """
-    return _as_model(role, name, hash_files(_model_files(folder), remembered=remembered))
+    return _model_entry(role, name, hash_files(_model_files(folder), remembered=remembered))
 
 
-def as_model(role: str, version: Version) -> Model:
+def model_entry(role: str, version: Version) -> ModelEntry:
     """Return the manifest entry of a policy version: hashes of weights and config, of the
     tokenizer, of the chat template, and of the processor if any."""
     entries = [(entry.name, entry.sha256) for entry in version.manifest.files]
     if is_adapter_alone(version):
-        # named like top-level weights, so that `_as_model` counts them as weights
+        # named like top-level weights, so that `_model_entry` counts them as weights
         base = version.manifest.input("base")
         adapter = [sha256 for name, sha256 in entries if name == ADAPTER_WEIGHTS]
         entries += [("adapter.safetensors", sha256) for sha256 in adapter]
         entries.append(("base.safetensors", base.content_hash))
-    return _as_model(role, str(version.ref), entries)
+    return _model_entry(role, str(version.ref), entries)
 
 
-def _as_model(role: str, ref: str, hashes: list[tuple[str, str]]) -> Model:
+def _model_entry(role: str, ref: str, hashes: list[tuple[str, str]]) -> ModelEntry:
     weights = [
         (name, sha256)
         for name, sha256 in hashes
@@ -318,7 +318,7 @@ def _as_model(role: str, ref: str, hashes: list[tuple[str, str]]) -> Model:
         or (name.endswith((".safetensors", ".index.json")) and "/" not in name)
     ]
     processor = [entry for entry in hashes if entry[0] in PROCESSOR_FILES]
-    return Model(
+    return ModelEntry(
         role=role,
         ref=ref,
         weights=digest(weights),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from quiver.schemas import fields, rewards
 from quiver.schemas.errors import ConfigError, LineageError, did_you_mean, printable
-from quiver.schemas.manifest import Model, line_of
+from quiver.schemas.manifest import ModelEntry, line_of
 from quiver.stages.core.store import Store, Version
 from quiver.stages.model import checkpoints
 
@@ -47,12 +47,12 @@ def check_lineage(config: Config, store: Store, version: RolloutSet) -> list[str
     rollouts = version.rollouts
     sampler = rollouts.manifest.model("policy")
     weights = sampler.weights if sampler else None
-    allowed: list[Model] = []
+    allowed: list[ModelEntry] = []
     # a missing ancestor is an error only for rollouts that old
     policy = version.inputs["policy"].manifest
     with_expired = store.with_expired()  # a manifest is enough
     for manifest in line_of(policy, lambda ref: with_expired.open(ref).manifest):
-        allowed.append(checkpoints.as_model("policy", with_expired.open(manifest.ref)))
+        allowed.append(checkpoints.model_entry("policy", with_expired.open(manifest.ref)))
         if weights == allowed[-1].weights or len(allowed) > config.max_staleness:
             break
     if weights != allowed[-1].weights:
@@ -105,7 +105,7 @@ def check_lineage(config: Config, store: Store, version: RolloutSet) -> list[str
 def _check_prox(config: Config, version: RolloutSet, prox: Version) -> None:
     """Raise LineageError if the proximal logprobs are of a policy other than `prox_of` requires."""
     if config.prox_of == "start":
-        policy = checkpoints.as_model("policy", version.inputs["policy"])
+        policy = checkpoints.model_entry("policy", version.inputs["policy"])
         description = "this training starts from"
     else:
         policy = version.rollouts.manifest.require_model("policy")

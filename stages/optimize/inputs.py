@@ -249,7 +249,7 @@ class RolloutSet:
     @property
     def stale(self) -> bool:
         """True if they were sampled by a policy other than the starting checkpoint."""
-        start = checkpoints.as_model("policy", self.inputs["policy"])
+        start = checkpoints.model_entry("policy", self.inputs["policy"])
         return self.rollouts.manifest.require_model("policy").weights != start.weights
 
     def column(self, role: str, name: str) -> pa.ChunkedArray:

@@ -95,7 +95,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         run=into or policy.ref.run,
         kinds=("advantages", "updates", "policy"),
         inputs=inputs,
-        models=(checkpoints.as_model("policy", policy),),
+        models=(checkpoints.model_entry("policy", policy),),
         first_number=policy.ref.version + 1,
     )
 

@@ -147,10 +147,10 @@ def _require_same_source(config: Config, rewards: Version, store: Store) -> None
     with_expired = store.with_expired()  # a manifest is enough
     manifest = rewards.manifest
     for role in ("rollouts", "prompts"):
-        source = manifest.input(role)
-        if source is None:
+        entry = manifest.input(role)
+        if entry is None:
             break
-        manifest = with_expired.open(source.ref).manifest
+        manifest = with_expired.open(entry.ref).manifest
     names = ("source_sha256", "group_id", "group_prefix")
     expected = {name: getattr(config, name) for name in names}
     if {name: manifest.config.get(name) for name in names} != expected:

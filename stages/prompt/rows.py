@@ -259,10 +259,10 @@ class Renderer:
 
         Raises ConfigError if the policy has none.
         """
-        source = self._own_template
-        if source is None:
+        jinja = self._own_template
+        if jinja is None:
             try:
-                source = self._tokenizer.get_chat_template(tools=tools or None)
+                jinja = self._tokenizer.get_chat_template(tools=tools or None)
             except ValueError:
                 named = self._tokenizer.chat_template
                 lack = "no chat template"
@@ -274,7 +274,7 @@ class Renderer:
                     f"the policy's tokenizer has {printable(lack)}",
                     next="set prompt.template to a jinja file, or data.raw_text = true",
                 ) from None
-        if source not in self._templates:
+        if jinja not in self._templates:
             variables = {
                 "documents": None,
                 "add_generation_prompt": True,
@@ -283,8 +283,8 @@ class Renderer:
                 "tools": None,  # may hold a server's texts: each prompt passes them guarded
             }
             seconds = self.config.template_seconds
-            self._templates[source] = Template(source, variables, seconds, self._title)
-        return self._templates[source]
+            self._templates[jinja] = Template(jinja, variables, seconds, self._title)
+        return self._templates[jinja]
 
     def _warn_of_hidden_tools(self, tools: list[dict[str, Any]], whose: str) -> None:
         """Warn if the template writes the same without `tools`."""

@@ -73,7 +73,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     template = read_template(config.template, "prompt.template")
     if template is not None:
         changed["template"] = digest(template)
-    model = checkpoints.as_model("policy", policy).model_copy(update=changed)
+    model = checkpoints.model_entry("policy", policy).model_copy(update=changed)
     return Plan(
         store,
         stage="prompt",

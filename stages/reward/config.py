@@ -1,5 +1,6 @@
-"""The section [reward] of a recipe: the scorers, and how their parts become rewards. `pinned` adds
-the fingerprint of each scorer's code, model or server, from files alone.
+"""The section [reward] of a recipe: the scorers, and how their parts become rewards.
+
+`with_fingerprints` adds the fingerprint of each scorer's code, model or server, from files alone.
 
 It starts no process, runs no user code and does not import torch.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.manifest import Model
+from quiver.schemas.manifest import ModelEntry
 from quiver.stages.core.config import Config as Base
 from quiver.stages.core.config import Runtime
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
@@ -106,7 +107,9 @@ class Config(Base):
         return self
 
 
-def pinned(config: Config, *, remembered: bool = True) -> tuple[Config, tuple[Model, ...]]:
+def with_fingerprints(
+    config: Config, *, remembered: bool = True
+) -> tuple[Config, tuple[ModelEntry, ...]]:
     """Return `config` with the fingerprints of its scorers, and the manifest's entries of all
     reward models.
 
@@ -125,9 +128,9 @@ def pinned(config: Config, *, remembered: bool = True) -> tuple[Config, tuple[Mo
         "models": map(model_fingerprint, models),
         "servers": map(server_fingerprint, config.servers),
     }
-    pins = {}
+    scorers = {}
     for kind, fingerprints in by_kind.items():
-        pins[kind] = ()
+        scorers[kind] = ()
         for scorer, fingerprint in zip(getattr(config, kind), fingerprints, strict=True):
             if scorer.fingerprint not in ("", fingerprint):
                 raise ConfigError(
@@ -135,5 +138,5 @@ def pinned(config: Config, *, remembered: bool = True) -> tuple[Config, tuple[Mo
                     f"fingerprint expected {printable(scorer.fingerprint)}, found {fingerprint}",
                     next="restore what scored then, or run again without that fingerprint",
                 )
-            pins[kind] += (scorer.model_copy(update={"fingerprint": fingerprint}),)
-    return config.model_copy(update=pins), models
+            scorers[kind] += (scorer.model_copy(update={"fingerprint": fingerprint}),)
+    return config.model_copy(update=scorers), models

@@ -156,8 +156,8 @@ class Shards:
         work."""
         self._note_seconds()
         seconds: Counter[str] = Counter()
-        for notes in self._writer.reports():
-            seconds.update(notes.get("scorers", {}))
+        for report in self._writer.reports():
+            seconds.update(report.get("scorers", {}))
         return seconds
 
     def _too_many(self) -> RewardError:

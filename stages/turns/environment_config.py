@@ -53,7 +53,7 @@ class EnvironmentConfig(Config):
     episode_seconds: Runtime[float] = Field(default=600.0, gt=0)
     """Time limit of all its answers in one episode; the policy's own time does not count."""
     processes: Runtime[int | None] = Field(default=None, ge=1)
-    """Worker processes, each with many environments. Default: one per core."""
+    """Processes, each with many environments. Default: one per core."""
     max_memory_gib: Runtime[float | None] = Field(default=None, gt=0)
     """Limit of a process's private memory. Default: its share of the machine's memory."""
     fingerprint: str = ""

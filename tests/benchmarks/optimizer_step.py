@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quiver.stages.core.run.holding import ENVIRONMENT
+from quiver.stages.core.run.stage_process import ENVIRONMENT
 
 from .made import random_policy, real_policy
 from .side_by_side import answer, machine, median, run_side, table

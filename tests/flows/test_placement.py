@@ -59,10 +59,10 @@ def test_each_stage_has_its_place(recipe):
     ).placement  # fmt: skip
     everywhere = {"workers": 4, "wait_seconds": 5, "slots": 1, "devices": 2}
     assert where_of(placement, "generate", online=True) == Where(
-        pool="gpus", python="/v/bin/python", online=True, hold=True, **everywhere
+        pool="gpus", python="/v/bin/python", online=True, resident_engine=True, **everywhere
     )
     assert where_of(placement, "optimize") == Where(
-        timeout_seconds=60, limit="training", **everywhere
+        timeout_seconds=60, concurrency_limit="training", **everywhere
     )
 
 
@@ -75,12 +75,12 @@ def test_ranks_of_a_launcher_stay_in_no_pool(recipe, monkeypatch):
 
 def test_a_call_travels_whole(store):
     where = Where(pool="gpus", workers=2, python="/v/bin/python", timeout_seconds=5, online=True,
-                  slots=2, limit="l", hold=True)  # fmt: skip
+                  slots=2, concurrency_limit="l", resident_engine=True)  # fmt: skip
     refs = {"rollouts": ["a/rollouts@1"]}
     call = Call("reward", {"functions": []}, store.path, refs, "a", label="a", where=where)
     sent = Call.from_json(json.loads(json.dumps(for_workers(call).to_json())))
     require_store(sent)
-    there = replace(where, pool=None, store_id=store.id, hold=False)
+    there = replace(where, pool=None, store_id=store.id, resident_engine=False)
     assert sent == replace(call, store=str(store.path), share=True, where=there)
     assert not for_workers(replace(call, force=True)).share
     assert not for_workers(replace(call, stage="optimize")).share

@@ -17,13 +17,13 @@ from quiver.schemas.errors import (
     LineageError,
     QuiverError,
 )
-from quiver.schemas.manifest import FileEntry, Model, canonical, content_hash, digest
+from quiver.schemas.manifest import FileEntry, ModelEntry, canonical, content_hash, digest
 from quiver.stages.core.lineage import open_input
 from quiver.stages.core.store import Store, arrow_child
 from quiver.stages.core.store.arrow_check import ArrowCheck
 from quiver.stages.core.store.retention import quarantine, remove
 from quiver.stages.core.store.storage import Storage, sha256
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from tests.stages.core.store.test_store import Settings, commit, work_on
 from tests.stages.optimize import world
 from tests.writing import begin
@@ -70,14 +70,14 @@ def test_an_unknown_schema_is_refused_by_every_reader(store):
 
 
 def test_models_are_held_to_their_hashes(store, policy):
-    model = as_model("policy", policy)
+    model = model_entry("policy", policy)
     commit(store, models=(model,))
     assert said(store) == ""
     for number, part in ((2, "weights"), (3, "tokenizer")):
         other = model.model_copy(update={part: "f" * 64})
         ref = commit(store, Settings(seed=number), models=(other,)).ref
         assert f"{ref}: model tiny/policy@0 is not what it was" in said(store)
-    outside = Model(role="judge", ref="some/model", weights="w", tokenizer="t", template="t")
+    outside = ModelEntry(role="judge", ref="some/model", weights="w", tokenizer="t", template="t")
     commit(store, Settings(seed=4), models=(outside,))
     assert len(verify(store)[1]) == 2, "what is not in the store is not looked for"
 

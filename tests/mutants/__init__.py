@@ -209,7 +209,7 @@ TARGETS = (
         ),
     ),
     Target("stages/turns/pool.py", (ENVIRONMENT_POOL,), 12),
-    Target("stages/turns/worker.py", (ENVIRONMENT_POOL,), 8),
+    Target("stages/turns/environment_process.py", (ENVIRONMENT_POOL,), 8),
     Target(
         "stages/prompt/rows.py",
         (f"{PROMPT}/test_templates.py", f"{PROMPT}/test_prompt_stage.py"),
@@ -252,7 +252,7 @@ TOO_LONG = (
 EQUIVALENT = {
     "ragged:_repeat:name:2": "a GPU alone takes that line: tests/gpu",
     "advantages:group_sums:one:0": "one more sum, of a group that no rollout is in",
-    "shards:Shards.summary:one:1": "a worker that made tokens has its seconds of generate",
+    "shards:Shards.summary:one:1": "a process that made tokens has its seconds of generate",
     "shards:Shards.__init__:one:2": "one token more in the speed that a line of progress tells",
     "stage:import_ahead:sign:0": "it imports ahead of time what is imported anyway",
     "stage:_sample:drop:2": "files of the right size are verified too, as they are right after",

@@ -2,8 +2,9 @@
 
 This module decides whether to force, share, resume, or answer "already done". A finished version is
 found in this process within milliseconds. Otherwise the stage runs in a child process, so that its
-memory and device are free when it ends; it ends with its caller. With `hold`, a child may wait for
-the next call with an engine asleep, and then keeps some memory.
+memory and device are free when it ends; it ends with its caller. With `placement.resident_engine`
+the child of generate stays resident: it waits for the next call with its engine asleep, and keeps
+some memory. If it died meanwhile, or fails, that call is made in a fresh child, without an error.
 
     call = Call("generate", config, store.path, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
     outcome = find(call)        # only look; None if it is not finished
@@ -32,15 +33,15 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import open_staging
 
 from .call import Call, Outcome, quiver_version, require_version
-from .holding import ask
-from .stage import Plan, RequiredRefs, load
+from .stage import Plan, RequiredRefs, load_stage
+from .stage_process import ask
 
 log = logging.getLogger(__name__)
 
 
 def plan_of(call: Call, store: Store | None = None) -> Plan:
     """Return the call's plan. Raises ConfigError, LineageError or SchemaError."""
-    stage = load(call.stage)
+    stage = load_stage(call.stage)
     config = parse(stage.Config, dict(call.config), f"stage {call.stage}")
     refs = RequiredRefs(call.stage, call.refs)
     return stage.plan(config, store or Store(call.store), refs, call.into)
@@ -75,7 +76,7 @@ def find_version(plan: Plan) -> Version | None:
                 plan.if_number_taken,
                 next="choose another name for the run",
             )
-    elif accept := getattr(load(plan.stage), "accept", None):
+    elif accept := getattr(load_stage(plan.stage), "accept", None):
         accept(plan, version)
     return version
 
@@ -92,7 +93,7 @@ def perform(call: Call, store: Store | None = None) -> Outcome:
     """
     started_at = time.monotonic()
     plan = plan_of(call, store)
-    stage = load(call.stage)
+    stage = load_stage(call.stage)
     version = None if call.force else find_version(plan)
     if version is None and call.share and not getattr(stage, "SHARED", False):
         raise ConfigError(
@@ -172,7 +173,7 @@ def run_call(
         python=call.where.python,
         online=call.where.online,
         env=env,
-        hold=call.where.hold,
+        resident=call.where.resident_engine,
         on_line=on_line,
         timeout=call.where.timeout_seconds,
         stopped=stopped,
@@ -222,7 +223,7 @@ def run_stage(
     try:
         outcome = perform(call, opened) if in_process else find(call) or run_call(call)
     except BusyError as error:
-        if getattr(load(stage), "SHARED", False) and not force and not share:
+        if getattr(load_stage(stage), "SHARED", False) and not force and not share:
             error.next += "; or make all these calls with share=True, and they do it together"
         raise
     return opened.resolve(outcome.ref)

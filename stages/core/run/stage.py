@@ -7,9 +7,15 @@ A stage is a module with
     make(plan, writers)                         the work: writes shards and metrics
 
 `plan` imports no torch and starts no process. Once a config is resolved, it uses no network, reads
-no source and runs no user code. A stage knows nothing of processes, leases or Prefect: `runner`
-finds finished versions, holds the lease, and publishes the result. Asking a writer for a shard may
-raise CommittedByOther, if another process has finished the version; `make` must not catch it.
+no data source and runs no user code. A stage knows nothing of leases or Prefect: `runner` finds
+finished versions, holds the lease, and publishes the result. Of its process only optimize knows its
+rank (RANKS), and generate if it may stay resident (`stage_process`). Asking a writer for a shard
+may raise CommittedByOther, if another process has finished the version; `make` must not catch it.
+
+A plan's `inputs` are the versions that the run key counts with their whole content. Its `models`
+are manifest entries of the policies and reward models that compute: the run key counts only their
+hashes of weights, tokenizer, template and image processor, and a stage may blank one (prompt: the
+weights). Optimize's policy is in both, since training also continues from its optimizer state.
 
 A stage may also have
 
@@ -21,14 +27,11 @@ A stage may also have
     SHARED = True                               equal calls may divide its shards among them
     RANKS = True                                the ranks of torch.distributed do one call together
 
-These are looked up with `getattr`. `plan` resolves an unresolved config itself. Processes that
+These are looked up with `getattr`. `plan` resolves an unresolved config itself. A stage without
+`resolve` hashes the code and the reward models that its config names in each `plan` (reward:
+`with_fingerprints`), so that a function edited during a run makes a new version. Processes that
 share (SHARED) all have writers, and one of them publishes. Of ranks (RANKS) only rank 0 has
 writers.
-
-A plan's `inputs` are versions that count with all they hold: the run key has their content hashes.
-Its `models` count only by their weights, tokenizer and template: the run key has the hashes of
-these, so the same model in two versions is the same work. A policy can be both: optimize trains it
-as a model, and continues from its metrics and optimizer state as an input.
 
 `check` is called before the first rollouts are paid for, and again if later prompts have another
 form. It takes no plan, because the plan of reward names rollouts and the plan of optimize names
@@ -69,7 +72,7 @@ class Stage(Protocol):
         """
 
 
-def load(name: str) -> Stage:
+def load_stage(name: str) -> Stage:
     """Return the module of a stage. Raises ConfigError if there is no such stage."""
     if name not in MODULES:
         raise ConfigError(
@@ -97,6 +100,6 @@ def is_made_alike(first: Manifest, second: Manifest) -> bool:
         return True
     if first.stage not in MODULES:
         return False
-    config_class = load(first.stage).Config
+    config_class = load_stage(first.stage).Config
     keys = [parse(config_class, each.config, each.ref).key() for each in (first, second)]
     return keys[0] == keys[1]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from quiver.schemas.manifest import Model, digest
+from quiver.schemas.manifest import ModelEntry, digest
 from quiver.stages.core.config import Config
 
 from .versions import Store, Version
@@ -31,7 +31,7 @@ class Plan:
     """Kinds that it makes, published in this order; the call returns the last one."""
     inputs: Mapping[str, Version] = field(default_factory=dict)
     """Versions that it reads, by role, in the manifest's order."""
-    models: tuple[Model, ...] = ()
+    models: tuple[ModelEntry, ...] = ()
     """Models that take part, identified by their hashes."""
     first_number: int = 1
     """Number of the version if its run has none of the last kind yet; optimize from policy@4: 5."""

@@ -350,7 +350,7 @@ class VllmEngine:
         if setup.max_model_len != self._max_model_len and "longrope" in str(self._architecture):
             return False
         policies = (before.policy, setup.policy)
-        tokenizers = {checkpoints.as_model("policy", policy).tokenizer for policy in policies}
+        tokenizers = {checkpoints.model_entry("policy", policy).tokenizer for policy in policies}
         if len(tokenizers) > 1 or _architecture(setup.policy) != self._architecture:
             return False
         # Loading needs room for the weights only, so the cache wakes up later.

@@ -160,7 +160,7 @@ class VllmServerEngine:
         self.setup = setup
         self.options = parse(VllmServerOptions, setup.options, "generate.options")
         _refuse_what_no_server_takes(setup)
-        self._weights = checkpoints.as_model("policy", setup.policy).weights
+        self._weights = checkpoints.model_entry("policy", setup.policy).weights
         self._token = secret(self.options.token, "engine vllm-server")
         # Also counts servers that come up later.
         self.ahead = self.options.concurrency * len(self.options.urls)

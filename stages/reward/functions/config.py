@@ -77,13 +77,13 @@ class FunctionConfig(ScorerConfig):
 
 
 def fingerprint(config: FunctionConfig, *, remembered: bool = True) -> str:
-    """Return the hash of a user's source, or the version of a shipped function with the hash of the
+    """Return the hash of a user's code, or the version of a shipped function with the hash of the
     model that it reads. No user code runs.
 
     Args:
         remembered: If true, a remembered hash of the model is enough.
 
-    Raises ConfigError or SecurityError if the source is missing, or if a model that it names is not
+    Raises ConfigError or SecurityError if the code is missing, or if a model that it names is not
     whole.
     """
     if config.is_shipped:

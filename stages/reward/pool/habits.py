@@ -130,7 +130,7 @@ def _find(column: str, batch: Batch) -> list[Any] | None:
     return [cell.get(field) if isinstance(cell, Mapping) else None for cell in cells]
 
 
-# -- in a worker
+# -- in the process of a function
 
 
 def adapted(function: Callee, style: str, arguments: dict[str, Any], extra: bool) -> Callee:

@@ -1,5 +1,4 @@
-"""Reward functions as a scorer: shipped ones and the user's own, called in a pool of worker
-processes."""
+"""Reward functions as a scorer: shipped ones and the user's own, called in a pool of processes."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_policies_with_other_end_tokens_are_other_work(store, tmp_path):
         path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ids}))
         ref = run_stage("policy", {"model": str(folder)}, store, into=name, in_process=True)
         policies.append(store.open(ref))
-    assert len({checkpoints.as_model("policy", policy).weights for policy in policies}) == 1
+    assert len({checkpoints.model_entry("policy", policy).weights for policy in policies}) == 1
     prompts = make_prompts(store, [[5, 7, 9]])
     echo = {"options": {"script": "echo"}}
     versions = [run(store, prompts, policy, **echo) for policy in policies]
@@ -197,7 +197,7 @@ def requests() -> Requests:
         rows=Rows(table, config(), "x"),
         texts=None,
         take_shard=lambda: range(6),
-        engine="test",
+        engine_name="test",
         ahead=1,
         vocabulary_size=320,
         max_tokens=8,

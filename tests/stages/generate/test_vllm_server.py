@@ -10,7 +10,7 @@ import pytest
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from tests.stages.generate.making import random_prompts
 from tests.tiny import make_policy
 from tests.vllm_process import VllmProcess
@@ -34,7 +34,7 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     store = Store(folder / "store")
     policy = make_policy(store)
-    arguments = ["--served-model-name", as_model("policy", policy).weights]
+    arguments = ["--served-model-name", model_entry("policy", policy).weights]
     arguments += ["--max-model-len", "256", "--enable-scale-out", "--logprobs-mode"]
     with ExitStack() as stack:
         servers = {}

@@ -23,7 +23,7 @@ from quiver.stages.generate.engine import Request, Setup
 from quiver.stages.generate.engines import vllm_server
 from quiver.stages.generate.engines.vllm_server import VllmServerEngine
 from quiver.stages.generate.options import Sampling
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from tests.stages.generate.fake_vllm import WORDS, FakeVllm, completion
 from tests.stages.generate.making import random_prompts
 from tests.tiny import make_policy
@@ -264,7 +264,7 @@ def test_an_error_shows_the_command_that_starts_a_right_server(policy, server):
         engine_of(policy, CLOSED, server)
     assert caught.value.next == (
         f"python -m vllm.entrypoints.openai.api_server --model {policy.files.folder} "
-        f"--served-model-name {as_model('policy', policy).weights} --logprobs-mode "
+        f"--served-model-name {model_entry('policy', policy).weights} --logprobs-mode "
         f"processed_logprobs --max-model-len 64 --dtype auto --port {server.port} "
         "--enable-scale-out"
     )

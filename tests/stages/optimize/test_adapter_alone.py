@@ -11,7 +11,7 @@ from quiver.flows.recipe import Recipe
 from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, LineageError
 from quiver.stages.core.store.retention import remove
-from quiver.stages.model.checkpoints import PolicyConfig, as_model, resolve
+from quiver.stages.model.checkpoints import PolicyConfig, model_entry, resolve
 from quiver.stages.model.loading import base_of, load_as_stored, load_model
 from quiver.stages.optimize.stage import Config
 from tests.stages.generate.making import random_prompts
@@ -118,7 +118,7 @@ def test_the_weights_that_a_manifest_names_are_those_of_base_and_adapter(
 ):
     other = world.trained(store, policy, made, config("adapter", learning_rate=2e-2))
     again = world.trained(store, policy, made, config("adapter"), into="again")
-    names = [as_model("policy", version).weights for version in (alone, other, again)]
+    names = [model_entry("policy", version).weights for version in (alone, other, again)]
     assert names[0] == names[2] != names[1]
 
 

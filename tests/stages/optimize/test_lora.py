@@ -19,7 +19,7 @@ from transformers import (
 from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, ConflictError, LineageError
 from quiver.stages.core.store import Store
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from quiver.stages.model.loading import load_as_stored, load_model
 from quiver.stages.optimize.config import Lora
 from quiver.stages.optimize.lora import attach, load_with_adapters, narrow_frozen
@@ -68,7 +68,7 @@ def test_base_and_adapter_are_the_policy(store, start):
         )
     torch.testing.assert_close(merged, by_peft, rtol=0, atol=1e-5)
     assert (merged - before).abs().max() > 1e-2
-    assert as_model("policy", done).weights != as_model("policy", start).weights
+    assert model_entry("policy", done).weights != model_entry("policy", start).weights
     configs = [version.files.read("config.json") for version in (done, start)]
     assert json.loads(configs[0]) == json.loads(configs[1])
 

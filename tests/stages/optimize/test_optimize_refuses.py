@@ -47,7 +47,9 @@ def test_rollouts_of_other_weights_are_refused_unless_staleness_allows(store, po
     newer = _run(store, policy, made)
     with pytest.raises(LineageError) as caught:
         _run(store, newer, made)
-    old, new = (checkpoints.as_model("policy", version).weights[:12] for version in (policy, newer))
+    old, new = (
+        checkpoints.model_entry("policy", version).weights[:12] for version in (policy, newer)
+    )
     assert old in caught.value.message and new in caught.value.message
     stale = _run(store, newer, made, _config(max_staleness=1))
     assert str(stale.ref) == "tiny/policy@2"

@@ -64,7 +64,7 @@ def test_the_next_policy_loads_and_keeps_config_and_tokenizer(store, tmp_path, c
     model, info = AutoModelForCausalLM.from_pretrained(done.files.folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.dtype == torch.float32
-    before, after = (checkpoints.as_model("policy", version) for version in (policy, done))
+    before, after = (checkpoints.model_entry("policy", version) for version in (policy, done))
     assert (before.tokenizer, before.template) == (after.tokenizer, after.template)
     assert before.weights != after.weights
     configs = [json.loads(version.files.read("config.json")) for version in (policy, done)]
@@ -181,7 +181,7 @@ def test_what_belongs_to_other_rollouts_or_policies_is_refused(store, policy, ma
         _run(store, policy, (made[0], nameless))
     old = made[0].table()["old_logprobs"].to_pylist()
     other = make_policy(store, "other", seed=1)
-    weights = checkpoints.as_model("policy", other).weights[:12]
+    weights = checkpoints.model_entry("policy", other).weights[:12]
     for wrong, said in ((other, weights), (None, "no model")):
         prox = world.write_logprobs(store, made[0], old, "prox", wrong)
         with pytest.raises(LineageError, match=said):

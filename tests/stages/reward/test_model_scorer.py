@@ -16,7 +16,7 @@ from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.core.config import parse
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.prompt.stage import Config as PromptConfig
-from quiver.stages.reward.config import Config, pinned
+from quiver.stages.reward.config import Config, with_fingerprints
 from quiver.stages.reward.models.config import ModelConfig, check, fingerprint, model_entry
 from quiver.stages.reward.models.scorer import ModelScorer
 from tests import tiny
@@ -345,7 +345,7 @@ def test_the_fingerprint_is_of_weights_tokenizer_and_template(model, tmp_path):
     ):
         assert changed != first
     with pytest.raises(ConfigError, match="fingerprint expected"):
-        pinned(Config(models=[{"model": str(other), "fingerprint": first}]))
+        with_fingerprints(Config(models=[{"model": str(other), "fingerprint": first}]))
 
 
 def test_the_run_key_holds_what_decides_and_nothing_else():

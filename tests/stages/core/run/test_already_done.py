@@ -90,8 +90,8 @@ import torch
 """
 RESOLVING = """
 import json, sys
-from quiver.stages.core.run.stage import load
-stage = load("optimize")
+from quiver.stages.core.run.stage import load_stage
+stage = load_stage("optimize")
 for config in json.load(sys.stdin):
     print(stage.resolve(stage.Config(**config)).model_dump_json())
 """

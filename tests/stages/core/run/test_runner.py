@@ -12,11 +12,11 @@ import pytest
 
 from quiver import run_stage
 from quiver.schemas.errors import ConfigError
-from quiver.stages.core.run import holding, runner
+from quiver.stages.core.run import runner, stage_process
 from quiver.stages.core.run.call import Call, Where, quiver_version
-from quiver.stages.core.run.holding import StageProcess
 from quiver.stages.core.run.runner import find, perform, run_call
 from quiver.stages.core.run.stage import Plan, is_made_alike
+from quiver.stages.core.run.stage_process import StageProcess
 from quiver.stages.core.store import Store
 from tests.stages.core.store.test_store import Settings, commit
 from tests.tiny import make_folder
@@ -126,7 +126,7 @@ def second_rank(store, monkeypatch):
         planned = {"Config": Settings, "plan": lambda *_: plan}
         stage = SimpleNamespace(RANKS=True, make=make, **planned)
         monkeypatch.setenv("RANK", "1")
-        monkeypatch.setattr(runner, "load", lambda name: stage)
+        monkeypatch.setattr(runner, "load_stage", lambda name: stage)
         monkeypatch.setattr(runner.time, "sleep", sleep)
         return perform(Call("logprobs", {}, store.path, force=force), store).ref
 
@@ -169,12 +169,12 @@ def test_one_process_does_the_calls_of_all_stages_and_fails_once(tmp_path, monke
     prompt = Call("prompt", config, store.path, {"policy": "a/policy@0"}, into="a", force=True)
     started = []
     monkeypatch.setattr(
-        holding,
+        stage_process,
         "StageProcess",
         lambda *about: started.append(StageProcess(*about)) or started[-1],
     )
-    with holding.in_one_process():
-        holding.hold("generate", {})  # needs none
+    with stage_process.one_child_for_any_stage():
+        stage_process.start_ahead("generate", {})  # needs none
         refs = [run_call(call).ref for call in (policy, prompt, prompt)]
         assert refs == ["a/policy@0", "a/prompts@1", "a/prompts@2"]
         with pytest.raises(ConfigError, match="there is no such"):

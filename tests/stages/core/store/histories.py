@@ -13,7 +13,7 @@ from quiver.stages.core.config import Config
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.collection import Rule, collect
 from quiver.stages.core.store.retention import remove
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from tests.stages.core.store.test_store import table
 from tests.writing import begin
 
@@ -36,7 +36,7 @@ def plan(number: int, inputs: dict | None = None, models: dict | None = None) ->
         "stage_version": 1,
         "config": Made(number=number),
         "inputs": inputs or {},
-        "models": tuple(as_model(role, version) for role, version in (models or {}).items()),
+        "models": tuple(model_entry(role, version) for role, version in (models or {}).items()),
     }
 
 

@@ -25,7 +25,7 @@ from quiver.schemas.errors import (
     ResourceError,
     SchemaError,
 )
-from quiver.schemas.manifest import FORMAT, MAX_BYTES, Model, canonical, digest
+from quiver.schemas.manifest import FORMAT, MAX_BYTES, ModelEntry, canonical, digest
 from quiver.stages.core.config import Config, Runtime
 from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Store, storage
@@ -306,7 +306,7 @@ def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
 def test_verify_says_what_was_made_with_a_model_that_is_lost(store):
     """Rollouts have their policy among the models, not among the inputs."""
     first = commit(store)
-    model = Model(role="policy", ref=str(first.ref), weights="w", tokenizer="t", template="m")
+    model = ModelEntry(role="policy", ref=str(first.ref), weights="w", tokenizer="t", template="m")
     commit(store, Settings(seed=1), models=(model,))
     path = first.files.folder / "part-00000.arrow"
     path.write_bytes(path.read_bytes()[:-1])
