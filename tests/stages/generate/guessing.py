@@ -7,7 +7,6 @@ import json
 import os
 import random
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,6 @@ GAME = '''
 import json
 import os
 import random
-import time
 
 
 class Guess:
