@@ -58,7 +58,8 @@ def audit(
         stale_report = {**_measure_rows(objective, batch, logprobs, stale_rows), "judged": None}
         report = {**report, "stale": stale_report} if report else stale_report
     if batch.prox_logprobs is None:
-        _require_clip_beyond_noise(report, objective.config.tightest_clip())
+        if fresh_rows:  # the gap of stale rollouts is the policy's progress, not noise
+            _require_clip_beyond_noise(report, objective.config.tightest_clip())
         return report
     own_rows = rows if objective.config.prox_of == "behaviour" else fresh_rows
     if own_rows:

@@ -54,6 +54,8 @@ def test_rollouts_of_other_weights_are_refused_unless_staleness_allows(store, po
     stale = _run(store, newer, made, _config(max_staleness=1))
     assert str(stale.ref) == "tiny/policy@2"
     assert stale.manifest.metrics["audit"]["mean_gap"] > 0.01  # said, and not held against them
+    tight = _run(store, newer, made, _config(max_staleness=1, clip_high=0.01))
+    assert tight.manifest.metrics["audit"]["judged"] is None
 
 
 def test_an_ancestor_that_is_gone_matters_to_fresh_rollouts_no_more(store, policy, made):
