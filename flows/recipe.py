@@ -24,7 +24,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.refs import check_name
 from quiver.stages.core.config import Config, parse
 from quiver.stages.core.store.storage import read_file
-from quiver.stages.evaluate.config import Config as ScoreConfig
+from quiver.stages.evaluate.config import Config as EvaluateConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.model import checkpoints
 from quiver.stages.model.checkpoints import PolicyConfig
@@ -340,9 +340,9 @@ class Recipe(Config):
             section = {"drop_zero_variance": True, **section}
         return OptimizeConfig(**{"seed": self.seed, **section})
 
-    def score_config(self) -> ScoreConfig:
+    def evaluate_config(self) -> EvaluateConfig:
         """Return the evaluate stage's config."""
-        return ScoreConfig(**self.evaluate.model_dump(exclude={"every", "generate"}))
+        return EvaluateConfig(**self.evaluate.model_dump(exclude={"every", "generate"}))
 
 
 def _source_fields(config: PromptConfig, section: str) -> tuple[dict[str, Any], list[str]]:

@@ -21,7 +21,7 @@ from quiver.schemas.manifest import line_of
 from quiver.schemas.refs import parse
 from quiver.stages.core.config import Config
 from quiver.stages.core.run.call import Call, Outcome
-from quiver.stages.core.run.runner import find
+from quiver.stages.core.run.runner import find_outcome
 from quiver.stages.core.run.stage import load
 from quiver.stages.core.store import Store
 from quiver.stages.model import checkpoints
@@ -174,7 +174,7 @@ def find_rewards(
     config = reward.model_dump(mode="json")
     rewards = []
     for ref in rollouts:
-        outcome = find(Call("reward", config, store.path, {"rollouts": ref}, into=run))
+        outcome = find_outcome(Call("reward", config, store.path, {"rollouts": ref}, into=run))
         if outcome is None:
             raise LineageError(
                 ref,

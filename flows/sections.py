@@ -20,7 +20,7 @@ from quiver.schemas.plain import flatten
 from quiver.schemas.refs import NAME
 from quiver.stages import CHAIN
 from quiver.stages.core.config import Config, Runtime, parse
-from quiver.stages.evaluate.config import Config as ScoreConfig
+from quiver.stages.evaluate.config import Config as EvaluateConfig
 from quiver.stages.generate.config import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.logprobs.config import PassConfig
@@ -198,7 +198,7 @@ class Optimize(OptimizeConfig):
     old logprobs. `max_staleness` must be at least as large."""
 
 
-class Evaluate(ScoreConfig):
+class Evaluate(EvaluateConfig):
     """Measurement of the policy on the held-out rows."""
 
     every: Runtime[int] = Field(0, ge=0)

@@ -25,7 +25,7 @@ from prefect.context import FlowRunContext, TagsContext
 from quiver.schemas.errors import SYSTEM_REASONS, BusyError, QuiverError
 from quiver.stages.core.run.call import Call, Outcome
 from quiver.stages.core.run.holding import end_waiting
-from quiver.stages.core.run.runner import find
+from quiver.stages.core.run.runner import find_outcome
 from quiver.stages.core.run.subprocesses import Stopped
 
 from .calls import Maker, calls_of
@@ -92,7 +92,7 @@ def stage_task(call: Call, upcoming: Sequence[Call], labels: Sequence[str]) -> O
                     if is_stopped():
                         raise Stopped(call.label) from None
                     time.sleep(POLL_SECONDS)
-                    outcome = find(call)
+                    outcome = find_outcome(call)
     publish(call, outcome)
     metrics = {}
     for name, metric in outcome.metrics.items():

@@ -14,7 +14,7 @@ from quiver.flows import keys
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.config import Config, keys_of
-from quiver.stages.evaluate.config import Config as ScoreConfig
+from quiver.stages.evaluate.config import Config as EvaluateConfig
 from quiver.stages.generate.engine import ENGINES
 from quiver.stages.generate.options import Sampling
 from quiver.stages.generate.stage import Config as GenerateConfig
@@ -49,7 +49,7 @@ BASES: dict[str, Config] = {
     "optimize.correction": Correction(),
     "optimize.lora": Lora(),
     "optimize.audit": Audit(),
-    "evaluate": ScoreConfig(),
+    "evaluate": EvaluateConfig(),
 }
 """A config of each section that feeds a stage."""
 WITHIN = {

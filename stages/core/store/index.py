@@ -111,7 +111,7 @@ class Index:
         """Return the numbers of the versions whose files expired, rising."""
         return [entry.number for entry in self._entries() if entry.state == "expired"]
 
-    def find(self, run_key: str, *, expired: bool = False) -> list[int]:
+    def numbers_with(self, run_key: str, *, expired: bool = False) -> list[int]:
         """Return the numbers of versions with this run key, rising.
 
         With `expired`, versions whose files expired are included, before all others.

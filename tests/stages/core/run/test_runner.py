@@ -15,7 +15,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run import holding, runner
 from quiver.stages.core.run.call import Call, Where, quiver_version
 from quiver.stages.core.run.holding import StageProcess
-from quiver.stages.core.run.runner import find, perform, run_call
+from quiver.stages.core.run.runner import find_or_make, find_outcome, run_call
 from quiver.stages.core.run.stage import Plan, is_made_alike
 from quiver.stages.core.store import Store
 from tests.stages.core.store.test_store import Settings, commit
@@ -91,10 +91,10 @@ def test_a_typed_error_crosses_the_process(store):
 
 def test_finished_work_is_found_without_a_child(store, tmp_path):
     call = Call("policy", {"model": str(make_folder(tmp_path / "model"))}, store.path, into="b")
-    assert find(call) is None
+    assert find_outcome(call) is None
     first = run_call(call)
     assert (first.ref, first.cached) == ("b/policy@0", False)
-    again = find(call)
+    again = find_outcome(call)
     assert (again.ref, again.cached) == ("b/policy@0", True)
     model = {"model": str(tmp_path / "model")}
     assert str(run_stage("policy", model, store, into="b")) == "b/policy@0"
@@ -103,16 +103,16 @@ def test_finished_work_is_found_without_a_child(store, tmp_path):
 def test_what_can_not_be_shared_or_is_no_stage_says_so(store, policy):
     call = Call("policy", {"model": str(store.path)}, store.path, into="c", share=True)
     with pytest.raises(ConfigError, match=r"cannot be shared|config\.json"):
-        perform(call)
+        find_or_make(call)
     with pytest.raises(ConfigError, match="expected one of policy, prompt"):
-        find(Call("promt", {}, store.path))
+        find_outcome(Call("promt", {}, store.path))
 
 
 def test_a_stage_that_knows_no_ranks_is_refused_to_the_second_one(store, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     call = Call("policy", {"model": str(make_folder(tmp_path))}, store.path, into="a")
     with pytest.raises(ConfigError, match="cannot be shared among ranks"):
-        perform(call)
+        find_or_make(call)
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def second_rank(store, monkeypatch):
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setattr(runner, "load", lambda name: stage)
         monkeypatch.setattr(runner.time, "sleep", sleep)
-        return perform(Call("logprobs", {}, store.path, force=force), store).ref
+        return find_or_make(Call("logprobs", {}, store.path, force=force), store).ref
 
     return start
 
