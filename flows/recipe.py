@@ -57,8 +57,8 @@ from .sections import (
 )
 
 _UNBIASED_SAMPLING = {"temperature", "max_tokens", "stop_token_ids", "stop", "ignore_eos"}
-"""Sampling options that leave the sampled distribution the policy's own. Every scoring divides the
-logits by the row's temperature, and the other options only end a completion."""
+"""Sampling options that leave the sampled distribution the policy's own. Every forward pass divides
+the logits by the row's temperature, and the other options only end a completion."""
 # A key of [data] in an error's text, which may stand for a key of [data.held_out].
 _KEY_OF_DATA = rf"(?<![\w./])data\.(?=({'|'.join(SourceConfig.model_fields)})\b)"
 
@@ -94,7 +94,7 @@ class Recipe(Config):
     reference: Reference = Reference()
     """The policy that the KL term compares with."""
     logprobs: Logprobs = Logprobs()
-    """Precision and batches for scoring saved completions again."""
+    """Precision and batches for logprobs of saved completions."""
     optimize: Optimize = Optimize()
     """Algorithm and optimizer."""
     evaluate: Evaluate = Evaluate()

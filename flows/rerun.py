@@ -107,7 +107,7 @@ def rerun(
                 "which policy is the reference of saved rollouts cannot be told",
                 next='set reference.rule = "fixed", which is the first policy of the line',
             )
-        refs |= score_again(section, recipe.logprobs, store, refs, iteration)
+        refs |= make_logprobs(section, recipe.logprobs, store, refs, iteration)
     elif stage == "override":
         del refs["rollouts"]
         config = overrides
@@ -193,7 +193,7 @@ def find_refs(
 
     - rollouts: the ones that the rewards scored.
     - policy to optimize: the newest policy that sampled the rollouts.
-    - policy to score under: the first policy of its line. A base policy that does not exist yet is
+    - policy of the logprobs: the first policy of its line. A base policy that does not exist yet is
       imported from `base`.
 
     Raises LineageError if a role cannot be found.
@@ -214,7 +214,7 @@ def find_refs(
     raise LineageError(latest, f"run {run} has no {role} yet", next=_MAKERS[role])
 
 
-def score_again(
+def make_logprobs(
     optimize: Optimize, logprobs: Logprobs, store: Store, refs: RefLists, iteration: int
 ) -> RefLists:
     """Return the logprobs that [optimize] needs beside rollouts and rewards; missing ones are made
@@ -244,9 +244,9 @@ def score_again(
                 {"rollouts": rollouts, "policy": policy},
                 iteration=iteration,
             ).ref
-            for rollouts, policy in zip(refs["rollouts"], scorers, strict=True)
+            for rollouts, policy in zip(refs["rollouts"], of_rollouts, strict=True)
         ]
-        for role, scorers in policies.items()
+        for role, of_rollouts in policies.items()
     }
 
 

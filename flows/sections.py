@@ -142,8 +142,7 @@ class Schedule(Config):
 
 
 class Reference(Config):
-    """The policy that the KL term compares with. It scores rollouts only if `optimize.kl_coef` is
-    above 0."""
+    """The policy that the KL term compares with. It is used only if `optimize.kl_coef` is above 0."""
 
     rule: Literal["fixed", "every", "ema"] = "fixed"
     """`fixed`: policy@0. `every`: the policy at the start of the current span of `iterations`
@@ -161,11 +160,11 @@ class Reference(Config):
 
 
 class Logprobs(PassConfig):
-    """Settings to score saved completions again, also for the denominator of the ratio."""
+    """Logprobs of saved completions: for the KL term, and for the denominator of the ratio."""
 
     prox: bool = False
-    """Also score with the trainer's numerics, under the policy that `optimize.prox_of` selects, and
-    use the result as the ratio's denominator. Always done if [optimize] or truncated sampling needs
+    """Also compute logprobs with the trainer's numerics, under the policy that `optimize.prox_of`
+    selects, and use them as the ratio's denominator. Always done if [optimize] or truncated sampling needs
     it, in the precision of [optimize] unless this section sets one."""
 
     def for_role(self, role: str) -> LogprobsConfig:
@@ -237,7 +236,7 @@ class Placement(Config):
     reward: Pool | None = None
     """Work pool that scores rollouts."""
     logprobs: Pool | None = None
-    """Work pool that scores saved completions again."""
+    """Work pool of the logprobs of saved completions."""
     optimize: Pool | None = None
     """Work pool that trains."""
     prompt: Pool | None = None

@@ -3,7 +3,7 @@
     reference ← (1 − rate) · reference + rate · policy
 
 The result is a policy version of its own (the flow writes it into the run `<run>.ref`), so it has a
-hash and a lineage. It can be loaded, scored under or evaluated like any other. Models whose weights
+hash and a lineage. It can be loaded, sampled from or evaluated like any other. Models whose weights
 have other names or shapes are refused.
 
     run_stage("average", Config(rate=0.1), store, reference="arith/policy@0",

@@ -1,9 +1,9 @@
-"""The logprobs stage: score saved completions under a checkpoint, for any number of optimizer runs.
+"""The logprobs stage: a checkpoint's logprobs of saved completions, for any number of optimizer runs.
 
-Role `ref` scores under the reference policy, for the KL term; a sweep over `kl_coef` then loads no
-reference model. Role `prox` scores with the trainer's numerics, for the ratio's denominator. It
+Role `ref` takes the reference policy, for the KL term; a sweep over `kl_coef` then loads no
+reference model. Role `prox` computes with the trainer's numerics, for the ratio's denominator. It
 uses exactly the weights that sampled, or the weights that a training starts from (`prox_of`). Each
-row is scored at its own temperature.
+row keeps its own temperature.
 
 Refused: `prox` under other weights than the sampling ones, unless `prox_of` is "start"; a model
 whose tokenizer has another token for some id than the sampling policy's (special tokens may differ
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """Plan to score the completions of `refs["rollouts"]` under `refs["policy"]`.
+    """Plan the logprobs of the completions of `refs["rollouts"]` under `refs["policy"]`.
 
     Raises LineageError.
     """
@@ -66,13 +66,13 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Score the missing shards.
+    """Make the missing shards.
 
     Raises ConfigError, LineageError, NumericError or SchemaError.
     """
     from quiver.stages.model.images.dataset import load_pictures
 
-    from .scoring import Scorer
+    from .logprob_pass import LogprobPass
 
     writer = writers["logprobs"]
     policy = plan.store.open(plan.models[0].ref)
@@ -81,17 +81,18 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     check_rows(table, str(rollouts.ref), policy)
     _require_same_tokens(plan, policy)
     num_tokens = 0
-    scorer = pictures = None
+    logprob_pass = pictures = None
     with short_of_memory("logprobs", "lower logprobs.token_budget"):
         for index in writer.take_shards(max(1, -(-len(table) // ROWS_PER_SHARD))):
-            if scorer is None:  # loads nothing if all shards are already scored
+            if logprob_pass is None:  # loads nothing if all shards are already made
                 with writer.phase("load"):
-                    scorer = Scorer(plan.config, policy, base_of(plan.store, policy))
+                    logprob_pass = LogprobPass(plan.config, policy, base_of(plan.store, policy))
                     pictures = load_pictures(plan.store, rollouts, table, policy)
             start = index * ROWS_PER_SHARD
             rows = table.slice(start, ROWS_PER_SHARD)
             with writer.phase("score"):
-                shard = scorer.score(rows, pictures and pictures.slice(start, len(rows)))
+                of_rows = pictures and pictures.slice(start, len(rows))
+                shard = logprob_pass.logprobs_of(rows, of_rows)
             is_finite = pc.is_finite(shard["logprobs"].combine_chunks().flatten())
             if not pc.all(is_finite, min_count=0).as_py():
                 raise NumericError(
@@ -100,7 +101,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                     next="set logprobs.precision = 'fp32'",
                 )
             num_tokens += _count_tokens(shard["logprobs"])
-            writer.notes.update(scorer.ways, tokens=num_tokens, device=scorer.device.type)
+            device = logprob_pass.device.type
+            writer.notes.update(logprob_pass.ways, tokens=num_tokens, device=device)
             writer.write(index, shard)
             done = min(start + ROWS_PER_SHARD, len(table))
             log.info("logprobs: %d of %d rows", done, len(table))
@@ -154,5 +156,5 @@ def _require_same_tokens(plan: Plan, policy: Version) -> None:
         f"{printable(repr(policy_token)) if policy_token else 'none'}",
         next="set logprobs.other_special_tokens = true"
         if all_special
-        else f"score under a policy with the tokenizer of {sampler.ref}",
+        else f"give a policy with the tokenizer of {sampler.ref}",
     )
