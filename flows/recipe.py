@@ -292,14 +292,13 @@ class Recipe(Config):
     def prompt_config(self, round: int, *, evaluation: bool = False) -> PromptConfig:
         """Return the prompt stage's config for a round, counted from 1, or for evaluation.
 
-        The stage counts from 0, since it skips that many times `limit` rows. So in its config 0
-        means evaluation or round 1. Evaluation uses the same rows each time.
+        For the stage an evaluation is round 0. It uses the same rows each time.
         """
         source = self.data.for_evaluation() if evaluation else self.data
         generate = self.generate_config(0, evaluation=evaluation)
         fields = {
             "seed": self.seed,
-            "iteration": 0 if evaluation else round - 1,
+            "round": 0 if evaluation else round,
             "reserve_tokens": generate.sampling.max_tokens,
             "turns": generate.turns and generate.turns.alone(),
             **self.prompt.model_dump(exclude_defaults=True),
@@ -309,8 +308,8 @@ class Recipe(Config):
     def generate_config(self, round: int, *, evaluation: bool = False) -> GenerateConfig:
         """Return the generate stage's config for a round, counted from 1, or for evaluation.
 
-        In its config, `iteration` is the number of the round, and 0 means evaluation only: it
-        always uses the seeds of iteration 0, so that scores are paired.
+        For the stage an evaluation is round 0. It uses the same seeds each time, so that the
+        measurements are paired.
         """
         section = self.generate.model_dump(exclude_defaults=True)
         if evaluation:
@@ -318,7 +317,7 @@ class Recipe(Config):
             if over.get("engine", self.generate.engine) != self.generate.engine:
                 section.pop("options", None)  # The options belong to another engine.
             section = merge(section, over)
-        fields = {"seed": self.seed, "iteration": 0 if evaluation else round, **section}
+        fields = {"seed": self.seed, "round": 0 if evaluation else round, **section}
         return parse(
             GenerateConfig,
             fields,

@@ -113,7 +113,7 @@ CALLS = [
         "golden/prompts@2",
         "the next part",
         "prompt",
-        {**QUESTIONS, "iteration": 1},
+        {**QUESTIONS, "round": 2},
         policy="golden/policy@0",
     ),
     call(
@@ -210,7 +210,7 @@ CALLS = [
             "sampling": {"max_tokens": 3, "temperature": 0.7, "top_p": 0.9, "stop_token_ids": [5]},
             "options": {"batch_size": 2},
             "rows_per_shard": 8,
-            "iteration": 1,
+            "round": 1,
             "max_model_len": 300,
         },
         prompts="golden/prompts@5",
