@@ -327,15 +327,13 @@ class Chain:
         ref = [logprobs_of(sampled, config, reference) for sampled in learned if reference]
         if ref:
             seconds["logprobs ref"] = sum(outcome.seconds for outcome in ref[: len(rounds)])
-        refs: dict[str, Any] = {"policy": policy}
-        refs["ref_logprobs"] = [outcome.ref for outcome in ref]
+        refs: dict[str, Any] = {"policy": policy, "ref_logprobs": [outcome.ref for outcome in ref]}
         for role in _LEARNED_FROM:
             versions = [getattr(sampled, role) for sampled in learned]
             refs[role] = [version for version in versions if version is not None]
         config = recipe.optimize_config()
-        options = self.options("optimize", number)
-        upcoming = self.upcoming_after(number)
-        updated = perform("optimize", config, refs, upcoming=upcoming, **options)
+        options = {"upcoming": self.upcoming_after(number), **self.options("optimize", number)}
+        updated = perform("optimize", config, refs, **options)
         seconds["optimize"] = updated.seconds
         return Iteration(
             rounds=tuple(learned[: len(rounds)]),

@@ -1,7 +1,8 @@
 """The recipe: one TOML file, one typed object, for the shell, Prefect's form and deployments.
 
-Look here for rules between sections, and for how a section becomes a stage's config. Each section
-is the config of its stage, so a key is documented beside the code that reads it. Relative paths
+Look here for rules between sections, and for how a section becomes a stage's config. The section of
+a stage has the keys of its config, so a key is documented beside the code that reads it. Keys that
+only a flow reads, such as those of [reference] and [placement], are in `sections`. Relative paths
 start at the folder in which the command runs.
 
     recipe = load("deployments/recipes/demo.toml", ["optimize.learning_rate=1e-6", "iterations=2"])

@@ -102,23 +102,15 @@ class Iteration:
         its number, references and groups with contrast. Without it, nothing about rounds is
         included.
         """
-        first = self.rounds[0]
+        known = {**vars(self.rounds[0]), **vars(self), "reward_mean": self.reward_mean}
+        optional = ("prox_logprobs", "ref_logprobs")
+        of_rounds = ("number", "num_scored", "contrast_groups", "rounds")
         fields = {
-            "iteration": self.number,
-            "prompts": first.prompts,
-            "rollouts": first.rollouts,
-            "rewards": first.rewards,
-            "prox_logprobs": first.prox_logprobs,
-            "reward_mean": self.reward_mean,
-            "seconds": self.seconds,
-            "ref_logprobs": self.ref_logprobs,
-            "policy": self.policy,
-            "evaluation": self.evaluation,
+            name: field
+            for name, field in known.items()
+            if name not in of_rounds and (field is not None or name not in optional)
         }
-        for name in ("prox_logprobs", "ref_logprobs"):
-            if fields[name] is None:
-                del fields[name]
-        if first.contrast_groups is not None:
+        if known["contrast_groups"] is not None:
             names = ("prompts", "rollouts", "rewards", "contrast_groups")
             fields["rounds"] = [
                 {"round": sampled.number, **{name: getattr(sampled, name) for name in names}}

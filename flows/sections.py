@@ -142,7 +142,8 @@ class Schedule(Config):
 
 
 class Reference(Config):
-    """The policy that the KL term compares with. It is used only if `optimize.kl_coef` is above 0."""
+    """The policy that the KL term compares with. It is used only if `optimize.kl_coef` is above
+    0."""
 
     rule: Literal["fixed", "every", "ema"] = "fixed"
     """`fixed`: policy@0. `every`: the policy at the start of the current span of `iterations`
@@ -164,8 +165,8 @@ class Logprobs(PassConfig):
 
     prox: bool = False
     """Also compute logprobs with the trainer's numerics, under the policy that `optimize.prox_of`
-    selects, and use them as the ratio's denominator. Always done if [optimize] or truncated sampling needs
-    it, in the precision of [optimize] unless this section sets one."""
+    selects, and use them as the ratio's denominator. Always done if [optimize] or truncated
+    sampling needs it, in the precision of [optimize] unless this section sets one."""
 
     def for_role(self, role: str) -> LogprobsConfig:
         """Return the logprobs stage's config, for role `ref` or `prox`."""

@@ -1,5 +1,7 @@
 """The stages: one package each, which runs alone and knows neither other stages nor its runner.
 
+`core/run/stage.py` says what a stage is, and lists the places in which a new one is entered.
+
 Not of the spine: `load` imports a stage by this table.
 """
 

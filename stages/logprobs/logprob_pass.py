@@ -45,7 +45,7 @@ class LogprobPass:
             autocast=precision == "bf16",
         )
 
-    def logprobs_of(self, rollouts: pa.Table, pictures: Pictures | None = None) -> pa.Table:
+    def run(self, rollouts: pa.Table, pictures: Pictures | None = None) -> pa.Table:
         """Return logprobs/1 of these rollouts, which may have turns.
 
         `pictures` belong to the prompts. A completion without ids gets no logprobs. Raises

@@ -1,4 +1,4 @@
-"""The logprobs stage: a checkpoint's logprobs of saved completions, for any number of optimizer runs.
+"""The logprobs stage: logprobs of saved completions under a checkpoint, for many optimizer runs.
 
 Role `ref` takes the reference policy, for the KL term; a sweep over `kl_coef` then loads no
 reference model. Role `prox` computes with the trainer's numerics, for the ratio's denominator. It
@@ -91,8 +91,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             start = index * ROWS_PER_SHARD
             rows = table.slice(start, ROWS_PER_SHARD)
             with writer.phase("score"):
-                of_rows = pictures and pictures.slice(start, len(rows))
-                shard = logprob_pass.logprobs_of(rows, of_rows)
+                shard = logprob_pass.run(rows, pictures and pictures.slice(start, len(rows)))
             is_finite = pc.is_finite(shard["logprobs"].combine_chunks().flatten())
             if not pc.all(is_finite, min_count=0).as_py():
                 raise NumericError(
@@ -101,8 +100,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                     next="set logprobs.precision = 'fp32'",
                 )
             num_tokens += _count_tokens(shard["logprobs"])
-            device = logprob_pass.device.type
-            writer.notes.update(logprob_pass.ways, tokens=num_tokens, device=device)
+            writer.notes.update(
+                logprob_pass.ways, tokens=num_tokens, device=logprob_pass.device.type
+            )
             writer.write(index, shard)
             done = min(start + ROWS_PER_SHARD, len(table))
             log.info("logprobs: %d of %d rows", done, len(table))

@@ -4,8 +4,6 @@
     assert Call.from_json(json.loads(json.dumps(call.to_json()))) == call
 
 A pool and a child process receive it as JSON with the same fields, and an `Outcome` comes back.
-
-Not of the spine: these are records without behaviour.
 """
 
 from __future__ import annotations
@@ -31,7 +29,14 @@ def quiver_version() -> str:
 
 @dataclass(frozen=True)
 class Where:
-    """Where a call runs and within which limits; chosen once, before the call is made."""
+    """Where a call runs and within which limits.
+
+    In a flow, `calls.perform` makes the call, and `placement.where_of` fills this in from
+    [placement]; in `run_stage` all fields have their defaults. Whatever runs the call then works on
+    a copy. For the workers of a pool, `pool.for_workers` sets `store_id`, and drops `pool` and
+    `hold`. `dispatch._run_together` drops `hold`, and counts `timeout_seconds` from the start of
+    the first process. A call made by hand (`calls.make_here`) has no `hold` either.
+    """
 
     __pydantic_config__: ClassVar = _FORM
     pool: str | None = None

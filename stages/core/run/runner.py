@@ -218,10 +218,7 @@ def run_stage(
     }
     call = Call(stage, fields, opened.path, texts, into, force, share)
     try:
-        if in_process:
-            outcome = find_or_make(call, opened)
-        else:
-            outcome = find_outcome(call) or run_call(call)
+        outcome = find_or_make(call, opened) if in_process else find_outcome(call) or run_call(call)
     except BusyError as error:
         if getattr(load(stage), "SHARED", False) and not force and not share:
             error.next += "; or make all these calls with share=True, and they do it together"

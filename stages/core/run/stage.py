@@ -29,6 +29,14 @@ writers.
 form. It takes no plan, because the plan of reward names rollouts and the plan of optimize names
 rewards, and neither exists yet. Known at that time are the config and the prompts: their columns,
 which are a function's arguments, and the text with which the chat template starts an answer.
+
+To add a stage, write
+
+    stages/NAME/stage.py                the module, and its row of MODULES in stages/__init__.py
+    schemas/KIND.py, schemas/refs.py    for each new kind a schema, and its entry of KINDS
+    flows/recipe.py                     its section, and a method that makes its Config
+    flows/sections.py                   its name in StageName, and its pool's key in Placement
+    flows/post_train.py                 its call by `perform`; in CHAIN if every iteration has it
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ the times and the number of versions in the last line, and the other lines match
 Otherwise it is rebuilt from the manifests, and from the ledger's copies for expired versions. So
 the index may be lost, torn, or restored from an old copy. Finding a run key opens one file, however
 many versions exist or existed.
+
+Not of the spine: reading the manifests would give the same answers, only later.
 """
 
 from __future__ import annotations

@@ -222,7 +222,9 @@ def test_rows_that_cannot_be_scored_are_refused(store, policy, other, change, er
 
 
 def test_lack_of_memory_says_what_helps(store, policy, few, monkeypatch):
-    monkeypatch.setattr("quiver.stages.logprobs.logprob_pass.score", lambda *_: torch.empty(1 << 60))
+    monkeypatch.setattr(
+        "quiver.stages.logprobs.logprob_pass.score", lambda *_: torch.empty(1 << 60)
+    )
     with pytest.raises(ResourceError, match="memory is short") as caught:
         score(store, few, policy)
     assert "token_budget" in caught.value.next
