@@ -233,7 +233,7 @@ class Chain:
             first_round: Number of the first round if `earlier` is empty. Default: the iteration's
                 number.
         """
-        round = earlier[-1].round + 1 if earlier else first_round or iteration
+        round = earlier[-1].number + 1 if earlier else first_round or iteration
         sample_round = partial(self.sample_round, policy, iteration)
         first = sample_round(round, earlier, prompts)
         refill = self.recipe.data.refill
