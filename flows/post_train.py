@@ -301,8 +301,8 @@ class Chain:
         """
         recipe, number = self.recipe, rounds[0].iteration
 
-        def logprobs_of(sampled: Round, config: Config, model: str) -> Outcome:
-            refs = {"rollouts": sampled.rollouts, "policy": model}
+        def logprobs_of(sampled: Round, config: Config, under: str) -> Outcome:
+            refs = {"rollouts": sampled.rollouts, "policy": under}
             if sampled.iteration == number:
                 options = self.options("logprobs", number, sampled.number)
             else:
