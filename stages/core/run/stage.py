@@ -93,7 +93,10 @@ class RequiredRefs(dict):
 
 
 def is_made_alike(first: Manifest, second: Manifest) -> bool:
-    """Return True if one stage made both with one config, ignoring runtime knobs and inputs."""
+    """Return True if one stage made both with one config, ignoring runtime knobs and inputs.
+
+    False if the config has a key that this version of Quiver does not know.
+    """
     if (first.stage, first.stage_version) != (second.stage, second.stage_version):
         return False
     if first.config == second.config:
@@ -101,5 +104,8 @@ def is_made_alike(first: Manifest, second: Manifest) -> bool:
     if first.stage not in MODULES:
         return False
     config_class = load(first.stage).Config
-    keys = [parse(config_class, each.config, each.ref).key() for each in (first, second)]
+    try:
+        keys = [parse(config_class, each.config, each.ref).key() for each in (first, second)]
+    except ConfigError:
+        return False
     return keys[0] == keys[1]

@@ -160,6 +160,16 @@ def test_what_another_release_of_a_stage_made_is_not_made_alike(store):
     assert is_made_alike(first, again) and not is_made_alike(first, newer)
 
 
+def test_a_config_with_a_key_that_is_gone_is_not_made_alike(store):
+    """Such as `iteration` of generate, which is called `round` now."""
+    now = commit(store).manifest.model_copy(
+        update={"stage": "generate", "config": {"engine": "scripted", "round": 1}}
+    )
+    before = now.model_copy(update={"config": {"engine": "scripted", "iteration": 1}})
+    assert not is_made_alike(now, before)
+    assert is_made_alike(before, before)
+
+
 def test_one_process_does_the_calls_of_all_stages_and_fails_once(tmp_path, monkeypatch):
     make_folder(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"question": "What is 1 plus 5?"}\n')
