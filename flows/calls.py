@@ -31,7 +31,7 @@ from quiver.stages.core import ranks
 from quiver.stages.core.config import Config
 from quiver.stages.core.ranks import is_led
 from quiver.stages.core.run.call import Call, Outcome
-from quiver.stages.core.run.runner import find
+from quiver.stages.core.run.runner import find_outcome
 from quiver.stages.core.run.stage import Refs, load_stage
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.retention import restore
@@ -185,13 +185,13 @@ def perform(
             label += f" round {round}"
     call = run.call(stage, config, refs, label)
     call = replace(call, into=into or run.name, force=force)
-    outcome = find(call, expired=run.expired)
+    outcome = find_outcome(call, expired=run.expired)
     if needs_files and outcome is not None and not Store(run.store).exists(parse(outcome.ref)):
         outcome = None
     while outcome is None and is_led() and not ranks.knows_ranks(stage):
         # rank 0 makes it; if it fails, the launcher ends the ranks of its host
         time.sleep(_POLL_SECONDS)
-        outcome = find(call)
+        outcome = find_outcome(call)
     if outcome is None:
         make = run.maker_of(call)
         before()

@@ -86,7 +86,7 @@ def measure(
     refs = {"rollouts": rollouts.ref, "rewards": rewards.ref}
     if baseline:
         refs["baseline"] = baseline
-    evaluation = measured_by("evaluate", recipe.score_config(), recipe.run, **refs)
+    evaluation = measured_by("evaluate", recipe.evaluate_config(), recipe.run, **refs)
     # Also for a finished evaluation: an earlier attempt may have ended before this line.
     python = recipe.placement.python.get("optimize", sys.executable)
     track_evaluation(recipe.optimize, recipe.store, evaluation.ref, python)

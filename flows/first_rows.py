@@ -193,7 +193,7 @@ def require_references(reward: RewardConfig, sources: Mapping[str, Source]) -> N
     """
     for section, source in sources.items():
         config = source.first
-        chosen = choose(source.table.num_rows, config.limit, config.seed, config.iteration)[:ROWS]
+        chosen = choose(source.table.num_rows, config.limit, config.seed, config.round)[:ROWS]
         refused = refusals(reward, source.table.take(pa.array(chosen, pa.int64())))
         if not refused:
             continue

@@ -260,7 +260,7 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
         "decision": "promoted" if is_promoted else "rejected",
         "author": answer.author if answer else "quiver",
         "candidate": candidate,
-        "rewards": last.rewards,
+        "rewards": last.rounds[0].rewards,
         "iteration": recipe.iterations,
         "evaluation": evaluation,
         **judgement.numbers,
@@ -268,7 +268,7 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
         "moved": distance.numbers,
     }
     if recipe.data.refill is not None:
-        about["round"] = last.rounds[-1].round
+        about["round"] = last.rounds[-1].number
     why = judgement.why
     if far:
         reason = "it moved far from the policy in use"

@@ -22,7 +22,7 @@ from quiver.schemas.plain import flatten
 from quiver.stages.core import plugins
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.call import Call
-from quiver.stages.core.run.runner import find, plan_of
+from quiver.stages.core.run.runner import find_outcome, plan_of
 from quiver.stages.core.run.stage import Plan, load_stage
 from quiver.stages.core.servers import secret
 from quiver.stages.core.store import Store, Version
@@ -162,7 +162,7 @@ def finished(recipe: Recipe) -> dict[str, str]:
         inputs = {role: versions[role] for role in roles}
         plain = config.model_dump(mode="json")
         call = Call(stage, plain, recipe.store, inputs, into=recipe.run)
-        outcome = find(call)
+        outcome = find_outcome(call)
         if outcome is None:
             _tell_what_differs(plan_of(call), kind)
             break

@@ -21,7 +21,7 @@ from quiver.schemas.manifest import line_of
 from quiver.schemas.refs import parse
 from quiver.stages.core.config import Config
 from quiver.stages.core.run.call import Call, Outcome
-from quiver.stages.core.run.runner import find
+from quiver.stages.core.run.runner import find_outcome
 from quiver.stages.core.run.stage import load_stage
 from quiver.stages.core.store import Store
 from quiver.stages.model import checkpoints
@@ -107,7 +107,7 @@ def rerun(
                 "which policy is the reference of saved rollouts cannot be told",
                 next='set reference.rule = "fixed", which is the first policy of the line',
             )
-        refs |= score_again(section, recipe.logprobs, store, refs, iteration)
+        refs |= make_logprobs(section, recipe.logprobs, store, refs, iteration)
     elif stage == "override":
         del refs["rollouts"]
         config = overrides
@@ -174,7 +174,7 @@ def find_rewards(
     config = reward.model_dump(mode="json")
     rewards = []
     for ref in rollouts:
-        outcome = find(Call("reward", config, store.path, {"rollouts": ref}, into=run))
+        outcome = find_outcome(Call("reward", config, store.path, {"rollouts": ref}, into=run))
         if outcome is None:
             raise LineageError(
                 ref,
@@ -193,7 +193,7 @@ def find_refs(
 
     - rollouts: the ones that the rewards scored.
     - policy to optimize: the newest policy that sampled the rollouts.
-    - policy to score under: the first policy of its line. A base policy that does not exist yet is
+    - policy of the logprobs: the first policy of its line. A base policy that does not exist yet is
       imported from `base`.
 
     Raises LineageError if a role cannot be found.
@@ -214,7 +214,7 @@ def find_refs(
     raise LineageError(latest, f"run {run} has no {role} yet", next=_MAKERS[role])
 
 
-def score_again(
+def make_logprobs(
     optimize: Optimize, logprobs: Logprobs, store: Store, refs: RefLists, iteration: int
 ) -> RefLists:
     """Return the logprobs that [optimize] needs beside rollouts and rewards; missing ones are made
@@ -244,9 +244,9 @@ def score_again(
                 {"rollouts": rollouts, "policy": policy},
                 iteration=iteration,
             ).ref
-            for rollouts, policy in zip(refs["rollouts"], scorers, strict=True)
+            for rollouts, policy in zip(refs["rollouts"], of_rollouts, strict=True)
         ]
-        for role, scorers in policies.items()
+        for role, of_rollouts in policies.items()
     }
 
 

@@ -24,7 +24,7 @@ from prefect.context import FlowRunContext, TagsContext
 
 from quiver.schemas.errors import SYSTEM_REASONS, BusyError, QuiverError
 from quiver.stages.core.run.call import Call, Outcome
-from quiver.stages.core.run.runner import find
+from quiver.stages.core.run.runner import find_outcome
 from quiver.stages.core.run.stage_process import end_waiting
 from quiver.stages.core.run.subprocesses import Stopped
 
@@ -92,7 +92,7 @@ def stage_task(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Out
                     if is_stopped():
                         raise Stopped(call.label) from None
                     time.sleep(POLL_SECONDS)
-                    outcome = find(call)
+                    outcome = find_outcome(call)
     show_version(call, outcome)
     metrics = {}
     for name, metric in outcome.metrics.items():

@@ -33,7 +33,7 @@ from quiver.stages.core import ranks
 from quiver.stages.core.config import parse
 from quiver.stages.core.run import keeper
 from quiver.stages.core.run.call import Call, quiver_version
-from quiver.stages.core.run.runner import perform
+from quiver.stages.core.run.runner import find_or_make
 from quiver.stages.core.run.stage import load_stage
 from quiver.stages.core.run.stage_process import ANSWER_NAME, ANY_STAGE, CALL_NAME, this_process
 
@@ -123,7 +123,7 @@ def serve(call: dict, answer_path: Path, *, for_any_stage: bool = False) -> tupl
 def answer_call(fields: dict) -> tuple[dict, int]:
     """Answer a call in plain JSON. Returns the answer and the exit code."""
     try:
-        return asdict(perform(Call.from_json(fields))), 0
+        return asdict(find_or_make(Call.from_json(fields))), 0
     except Exception as error:
         is_expected = isinstance(error, QuiverError)
         reported = error

@@ -146,10 +146,10 @@ def _perform(
     """Run a stage in this process."""
     from quiver.flows.prefect_server import tell_version
     from quiver.stages.core.run.call import Call
-    from quiver.stages.core.run.runner import perform
+    from quiver.stages.core.run.runner import find_or_make
 
     call = Call(stage, config, store.path, refs, into)
-    outcome = perform(call, store)
+    outcome = find_or_make(call, store)
     flows.num_made += not outcome.cached
     tell_version(call, outcome)
     return outcome

@@ -242,7 +242,7 @@ STAGES = [
         "prompt": "Render rows to token ids: a new prompts version.",
         "generate": "Sample completions: a new rollouts version.",
         "reward": "Score saved rollouts: a new rewards version.",
-        "logprobs": "Score saved completions under a reference: new logprobs.",
+        "logprobs": "Saved completions under a reference: new logprobs.",
         "optimize": "Update the policy on saved rollouts: the next policy.",
         "evaluate": "Measure a policy on held-out rows: a new evaluation.",
     }.items()

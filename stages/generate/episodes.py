@@ -5,7 +5,7 @@ delayed. An engine that decodes many rows at once (`ahead`) gets new rows only w
 slots. The environment's time costs the engine nothing as long as other episodes have turns to
 sample.
 
-`opening.opened` creates these requests.
+`opening.request_maker` creates these requests.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from quiver.stages.model.loading import base_of, verify_model
 from .config import Config
 from .ends import end_ids_of_generation_config, stop_ids_of, unknown_end, warn_of_ends
 from .engine import ENGINES, Setup, code_hash, engine_options
-from .opening import opened, with_code_hashes
+from .opening import request_maker, with_code_hashes
 from .options import VllmOptions
 from .prompts import context_limit, most_pictures, select_prompts
 from .requests import Requests
@@ -97,7 +97,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         is_beside = isinstance(options, VllmOptions) and options.lora
         base = (checkpoints.adapter_base if is_beside else base_of)(plan.store, policy)
         setup = replace(setup, base=base)
-        with opened(plan, writer, setup) as new_requests:
+        # environments and their template are open meanwhile, if there are any
+        with request_maker(plan, writer, setup) as new_requests:
             _sample(config, setup, writer, new_requests, rows, shards)
     metrics, status = shards.summary()
     infos: list[dict[str, Any]] = []

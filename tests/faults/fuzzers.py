@@ -30,7 +30,7 @@ from quiver.schemas.errors import QuiverError
 from quiver.schemas.manifest import FileEntry, content_hash
 from quiver.schemas.refs import parse
 from quiver.stages.core.run.call import Call
-from quiver.stages.core.run.runner import find, plan_of, run_stage
+from quiver.stages.core.run.runner import find_outcome, plan_of, run_stage
 from quiver.stages.core.store import Store, arrow_check, leases
 from quiver.stages.core.store.arrow_check import ArrowCheck
 from quiver.stages.core.store.leases import Owner
@@ -151,7 +151,7 @@ def readers_of(store: Path, ref: str, random: Random) -> dict[str, Callable[[], 
         "diff": lambda: commands.diff(first, second, path),
         "report": lambda: commands.report(run if run != "held" else "golden", store=path),
         "plan": lambda: plan_of(call.on(store)),
-        "find": lambda: find(call.on(store)),
+        "find": lambda: find_outcome(call.on(store)),
         "open": lambda: Store(store).open(f"{run}/{kind}@latest").files.names,
         "verify": lambda: verify(store, ref),
     } | {

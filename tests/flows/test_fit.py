@@ -254,7 +254,7 @@ def test_devices_are_those_that_whole_engines_and_shards_use(
     )
     assert need.devices == devices
     every = estimate("h100:4", placement={"devices": "all"})  # 1,024 rollouts, 256 in a shard
-    assert every.scoring(LogprobsConfig(role="ref")).devices == 4
+    assert every.logprobs(LogprobsConfig(role="ref")).devices == 4
 
 
 def test_a_reward_model_takes_as_many_gpus_as_it_is_split_over(tmp_path):

@@ -126,7 +126,7 @@ def test_what_a_new_policy_is_asked_first(recipe, settings, iteration, sampled_f
         expected = {"generate": loaded.generate_config(0, evaluation=True)}
     elif sampled_for:
         expected = {"generate": loaded.generate_config(sampled_for)}
-    assert Chain(loaded).sampled_next(iteration) == expected
+    assert Chain(loaded).upcoming_after(iteration) == expected
 
 
 def test_a_night_is_measured_at_its_end_alone(recipe, tmp_path):

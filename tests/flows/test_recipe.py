@@ -121,27 +121,27 @@ def test_broken_toml_and_missing_files_are_named(recipe, tmp_path):
 def sampled(recipe, evaluation=False):
     """What the generate stage is asked for in round 5."""
     config = recipe.generate_config(5, evaluation=evaluation)
-    return config.iteration, config.seed, config.samples_per_prompt, config.sampling.max_tokens
+    return config.round, config.seed, config.samples_per_prompt, config.sampling.max_tokens
 
 
 def rendered(recipe, evaluation=False):
     """What the prompt stage is asked for in round 5."""
     config = recipe.prompt_config(5, evaluation=evaluation)
-    return config.iteration, config.seed, config.limit, config.reserve_tokens
+    return config.round, config.seed, config.limit, config.reserve_tokens
 
 
 @pytest.mark.parametrize(
     ("settings", "samples", "evaluation", "prompts", "held_out"),
     [
-        ([], (5, 7, 4, 6), (0, 7, 4, 6), (4, 7, 4, 6), (0, 7, 3, 6)),
-        (["generate.seed=0"], (5, 0, 4, 6), (0, 0, 4, 6), (4, 7, 4, 6), (0, 7, 3, 6)),
-        (["evaluate.generate={seed=0}"], (5, 7, 4, 6), (0, 0, 4, 6), (4, 7, 4, 6), (0, 7, 3, 6)),
-        (["prompt.reserve_tokens=0"], (5, 7, 4, 6), (0, 7, 4, 6), (4, 7, 4, 0), (0, 7, 3, 0)),
+        ([], (5, 7, 4, 6), (0, 7, 4, 6), (5, 7, 4, 6), (0, 7, 3, 6)),
+        (["generate.seed=0"], (5, 0, 4, 6), (0, 0, 4, 6), (5, 7, 4, 6), (0, 7, 3, 6)),
+        (["evaluate.generate={seed=0}"], (5, 7, 4, 6), (0, 0, 4, 6), (5, 7, 4, 6), (0, 7, 3, 6)),
+        (["prompt.reserve_tokens=0"], (5, 7, 4, 6), (0, 7, 4, 6), (5, 7, 4, 0), (0, 7, 3, 0)),
         (
             ["evaluate.generate={samples_per_prompt=1,sampling={max_tokens=20}}"],
             (5, 7, 4, 6),
             (0, 7, 1, 20),
-            (4, 7, 4, 6),
+            (5, 7, 4, 6),
             (0, 7, 3, 20),
         ),
     ],
@@ -188,7 +188,7 @@ def test_keys_are_those_of_the_stages_own_configs(recipe):
         (["seed=0", "optimize.max_staleness=2", "optimize.replay=2"], 0, 2),
     ):
         loaded = load(recipe, settings)
-        generate = GenerateConfig(**typed, iteration=2, seed=seed)
+        generate = GenerateConfig(**typed, round=2, seed=seed)
         optimize = OptimizeConfig(learning_rate=1e-3, seed=seed, max_staleness=staleness)
         keys = [config.key() for config in (generate, optimize)]
         assert keys == [loaded.generate_config(2).key(), loaded.optimize_config().key()]

@@ -133,7 +133,7 @@ def test_who_waits_has_the_answer_as_soon_as_it_is_there(call, monkeypatch):
     )
     monkeypatch.setattr(tasks, "time", clock)
     done = Outcome("a/rewards@1", True, 4, 70.0, {})
-    monkeypatch.setattr(tasks, "find", lambda _: done if now[0] >= 70 else None)
+    monkeypatch.setattr(tasks, "find_outcome", lambda _: done if now[0] >= 70 else None)
 
     def run(*_, **__):
         if now[0] < 70:

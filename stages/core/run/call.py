@@ -4,8 +4,6 @@
     assert Call.from_json(json.loads(json.dumps(call.to_json()))) == call
 
 A pool and a child process receive it as JSON with the same fields, and an `Outcome` comes back.
-
-Not of the spine: these are records without behaviour.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ the child of generate stays resident: it waits for the next call with its engine
 some memory. If it died meanwhile, or fails, that call is made in a fresh child, without an error.
 
     call = Call("generate", config, store.path, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
-    outcome = find(call)        # only look; None if it is not finished
-    outcome = run_call(call)    # in a child process, which calls `perform`
-    outcome = perform(call)     # find it or make it, in this process
+    outcome = find_outcome(call)    # only look; None if it is not finished
+    outcome = run_call(call)        # in a child process, which calls `find_or_make`
+    outcome = find_or_make(call)    # in this process
 
     run_stage("generate", config, store, prompts="a/prompts@1", policy="a/policy@0")
 
@@ -47,7 +47,7 @@ def plan_of(call: Call, store: Store | None = None) -> Plan:
     return stage.plan(config, store or Store(call.store), refs, call.into)
 
 
-def find(call: Call, *, expired: bool = False) -> Outcome | None:
+def find_outcome(call: Call, *, expired: bool = False) -> Outcome | None:
     """Return the finished version that answers the call; None if it is missing or forced.
 
     With `expired`, versions whose files expired count as answers and as inputs too.
@@ -81,7 +81,7 @@ def find_version(plan: Plan) -> Version | None:
     return version
 
 
-def perform(call: Call, store: Store | None = None) -> Outcome:
+def find_or_make(call: Call, store: Store | None = None) -> Outcome:
     """Find the version or make it, in this process. Raises the stage's errors.
 
     Another process may make it meanwhile; then its version is returned. Under `torch.distributed`
@@ -221,7 +221,7 @@ def run_stage(
     }
     call = Call(stage, fields, opened.path, texts, into, force, share)
     try:
-        outcome = perform(call, opened) if in_process else find(call) or run_call(call)
+        outcome = find_or_make(call, opened) if in_process else find_outcome(call) or run_call(call)
     except BusyError as error:
         if getattr(load_stage(stage), "SHARED", False) and not force and not share:
             error.next += "; or make all these calls with share=True, and they do it together"

@@ -37,6 +37,14 @@ writers.
 form. It takes no plan, because the plan of reward names rollouts and the plan of optimize names
 rewards, and neither exists yet. Known at that time are the config and the prompts: their columns,
 which are a function's arguments, and the text with which the chat template starts an answer.
+
+To add a stage, write
+
+    stages/NAME/stage.py                the module, and its row of MODULES in stages/__init__.py
+    schemas/KIND.py, schemas/refs.py    for each new kind a schema, and its entry of KINDS
+    flows/recipe.py                     its section, and a method that makes its Config
+    flows/sections.py                   its name in StageName, and its pool's key in Placement
+    flows/post_train.py                 its call by `perform`; in CHAIN if every iteration has it
 """
 
 from __future__ import annotations
@@ -93,7 +101,10 @@ class RequiredRefs(dict):
 
 
 def is_made_alike(first: Manifest, second: Manifest) -> bool:
-    """Return True if one stage made both with one config, ignoring runtime knobs and inputs."""
+    """Return True if one stage made both with one config, ignoring runtime knobs and inputs.
+
+    False if the config has a key that this version of Quiver does not know.
+    """
     if (first.stage, first.stage_version) != (second.stage, second.stage_version):
         return False
     if first.config == second.config:
@@ -101,5 +112,8 @@ def is_made_alike(first: Manifest, second: Manifest) -> bool:
     if first.stage not in MODULES:
         return False
     config_class = load_stage(first.stage).Config
-    keys = [parse(config_class, each.config, each.ref).key() for each in (first, second)]
+    try:
+        keys = [parse(config_class, each.config, each.ref).key() for each in (first, second)]
+    except ConfigError:
+        return False
     return keys[0] == keys[1]

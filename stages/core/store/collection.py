@@ -281,7 +281,9 @@ def leftovers_of(store: Store, rule: Rule) -> Iterator[Leftover]:
                     yield Leftover(run, "", [key], size(storage, key))
         for run_key, keys in keys_of.items():
             kinds = {key.split("/")[1] for key in keys}
-            is_done = all(store.index(run, kind).find(run_key, expired=True) for kind in kinds)
+            is_done = all(
+                store.index(run, kind).numbers_with(run_key, expired=True) for kind in kinds
+            )
             is_old = min(_seconds_unchanged(storage, key) for key in keys) >= rule.grace_seconds
             leases = [Leases(storage, f"{run}/{kind}/.staging/{run_key}.leases") for kind in KINDS]
             if (is_done or is_old) and not any(map(_is_at_work, leases)):

@@ -11,6 +11,8 @@ the times and the number of versions in the last line, and the other lines match
 Otherwise it is rebuilt from the manifests, and from the ledger's copies for expired versions. So
 the index may be lost, torn, or restored from an old copy. Finding a run key opens one file, however
 many versions exist or existed.
+
+Not of the spine: reading the manifests would give the same answers, only later.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ class Index:
         """Return the numbers of the versions whose files expired, rising."""
         return [entry.number for entry in self._entries() if entry.state == "expired"]
 
-    def find(self, run_key: str, *, expired: bool = False) -> list[int]:
+    def numbers_with(self, run_key: str, *, expired: bool = False) -> list[int]:
         """Return the numbers of versions with this run key, rising.
 
         With `expired`, versions whose files expired are included, before all others.

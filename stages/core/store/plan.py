@@ -1,7 +1,4 @@
-"""The plan of a call: the versions to make, what they are made of, and their run key.
-
-Not of the spine: it is a record; the contract of a stage tells who makes it.
-"""
+"""The plan of a call: the versions to make, what they are made of, and their run key."""
 
 from __future__ import annotations
 

@@ -414,7 +414,7 @@ class Store:
         An expired version is returned only if there is no other. A version with a torn manifest is
         skipped with a warning.
         """
-        numbers = self.index(run, kind).find(run_key, expired=self.sees_expired)
+        numbers = self.index(run, kind).numbers_with(run_key, expired=self.sees_expired)
         for number in reversed(numbers):
             version = self.version(Ref(run, kind, number))
             try:

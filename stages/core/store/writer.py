@@ -629,7 +629,7 @@ class Staging:
             staging = f"{plan.run}/{kind}/.staging"
             names = storage.list(staging)
             run_keys = {name.partition(".")[0] for name in names} - {plan.run_key}
-            is_done = plan.store.index(plan.run, kind).find
+            is_done = plan.store.index(plan.run, kind).numbers_with
             left_over = {key for key in run_keys if is_done(key) and not self._is_at_work(key)}
             for name in reversed(names):  # notes before the shards that they describe
                 if name.partition(".")[0] in {plan.run_key, *left_over}:

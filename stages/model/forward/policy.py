@@ -5,6 +5,8 @@ policy.set_mode("shared")              # or choose_mode(policy, …) of verify.p
 microbatches = policy.microbatches(rows, prompt_numbers, sequences, budget)
 for layout in policy.layouts(microbatches, sequences):
     logprobs, entropy, values = policy(layout)     # values: None without a value head
+
+Not of the spine: `layout` draws the rows, and the rest is the model's own forward pass.
 """
 
 from __future__ import annotations

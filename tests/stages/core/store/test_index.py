@@ -209,10 +209,10 @@ def test_versions_are_seen_beside_an_older_copy_that_was_put_back(store):
 def test_a_lower_number_that_is_made_again_does_not_hide_the_highest(store):
     versions = [commit(store, Settings(seed=seed), shards=1) for seed in range(3)]
     index = store.index("a", "logprobs")
-    index.find("0" * 64)
+    index.numbers_with("0" * 64)
     folder = versions[0].files.folder
     shutil.move(folder, store.path / "first")
-    index.find("0" * 64)
+    index.numbers_with("0" * 64)
     shutil.move(store.path / "first", folder)
     index.add(versions[0].manifest)
     assert [entry.number for entry in index.entries()] == [1, 2, 3]
