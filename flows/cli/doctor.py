@@ -160,7 +160,7 @@ def gpu(findings: Findings) -> None:
         findings.problems.append(
             ResourceError(
                 "GPU",
-                f"nvidia-smi tells of none: {done}",
+                f"nvidia-smi finds none: {done}",
                 next=f"install the NVIDIA driver, version {DRIVER} or later",
             )
         )

@@ -228,8 +228,8 @@ def test_a_function_that_makes_the_base_model_is_called_when_it_is_asked_for(fol
     looked = check(made)
     assert looked.answer["prompts"] == {}
     assert looked.answer["warnings"] == [
-        "prompts are not looked at: policy.model is a function, which the first run calls to make "
-        "the base model; --show and --try call it, too"
+        "prompts are not checked: policy.model is a function that the first run calls to make "
+        "the base model; --show and --try also call it"
     ]
     assert not Path("called").exists()
     assert check(made, is_shown=True).answer["first_prompt"]["tokens"] == 19

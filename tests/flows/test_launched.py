@@ -118,7 +118,7 @@ def test_ranks_of_another_command_are_refused(folder):
     running = start(folder, "reward")
     stderr = running.communicate(timeout=120)[1]
     assert running.returncode == 1
-    assert "E-CONFIG command line: a launcher's ranks share the work of `quiver optimize`" in stderr
+    assert "E-CONFIG command line: only `quiver optimize` shares its work among" in stderr
     assert Store(folder / "store").numbers("tiny", "rewards") == [1]
 
 

@@ -199,10 +199,10 @@ def test_a_stage_in_the_middle_of_a_step_ends_with_the_command(workplace):
     *_, kept, next_step = stderr.splitlines()
     assert re.fullmatch(
         r"stopped; (one new version and |\d new versions and )?"
-        r"the finished shards of what was under way are kept",
+        r"the finished shards of unfinished versions are kept",
         kept,
     )
-    command = shlex.split(next_step.removeprefix("go on from there: "))
+    command = shlex.split(next_step.removeprefix("to continue: "))
     assert command == ["quiver", *running.args[3:]]
 
 

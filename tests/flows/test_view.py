@@ -88,7 +88,7 @@ def test_rollouts_on_other_prompts_do_not_pair(store):
 
 
 def test_a_run_alone_needs_a_terminal(store):
-    with pytest.raises(ConfigError, match="a plain table is of one version"):
+    with pytest.raises(ConfigError, match="a plain table shows one version"):
         viewing.view("golden", store=str(store.path))
 
 
