@@ -99,7 +99,7 @@ def parse_machine(text: str) -> Machine:
         raise ConfigError(
             f"--gpu {printable(text)}",
             "expected a number of GPUs of one host behind the colon",
-            next=f"name --gpu {name}:8, say",
+            next=f"write it like --gpu {name}:8",
         )
     return Machine(name, _MEBIBYTES[name] * 2**20, int(count or 1))
 

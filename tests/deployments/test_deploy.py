@@ -626,5 +626,5 @@ def test_a_server_that_does_not_take_it_costs_a_warning(alone):
     assert (tagging.returncode, said) == (0, "tiny/policy@prod is tiny/policy@0\n")
     (line,) = told.splitlines()
     assert line.startswith(
-        "tiny/policy@prod: Prefect's server was not told of it, so no deployment starts by it ("
+        "tiny/policy@prod: its event did not reach Prefect's server, so it starts no deployment ("
     )

@@ -38,7 +38,7 @@ def folder(tmp_path_factory):
                 "placement.devices=2",
             ],
             {},
-            "fewer than one engine",
+            "one engine needs 4 GPUs",
             "placement.devices to 4",
         ),
         (

@@ -184,7 +184,7 @@ def test_tokens_have_their_ratio_to_the_model_that_scored_again(golden):
 
 
 def test_what_comes_of_no_rollouts_is_refused(golden):
-    with pytest.raises(LineageError, match="no rollouts are behind it"):
+    with pytest.raises(LineageError, match="it was not made from rollouts"):
         open_joined(golden, "golden/policy@0")
 
 

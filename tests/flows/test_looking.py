@@ -91,7 +91,7 @@ def test_show_tells_steps_and_rows_whose_rollouts_are_gone(store, tmp_path, caps
     shown = capsys.readouterr().out
     (loss, _) = Store(store).open("golden/updates@2").table()["loss"].to_pylist()
     assert f"{loss:.4g}" in shown and "1 of 4: " in shown
-    assert "its rollouts are not there: no rollouts are behind it\n{'rollout_id': " in shown
+    assert "its rollouts are missing: it was not made from rollouts\n{'rollout_id': " in shown
 
 
 def test_show_prints_the_manifest_where_it_is_asked_for(store, capsys):

@@ -41,10 +41,13 @@ def recipe(tmp_path):
         ("optimize.learning_rate=fast", "optimize.learning_rate: Input should be a valid number"),
         ("iterations=0", "iterations: Input should be greater than or equal to 1, got 0"),
         ("run='No Spaces'", "run: String should match pattern"),
-        ("run=tiny.eval", "run: may not end in .eval: runs of that form are made beside it"),
+        (
+            "run=tiny.eval",
+            "run: must not end in .eval: Quiver gives such names to a run's side runs",
+        ),
         ("run=tiny.ref", "run: may not end in .ref"),
-        ("run=tiny..a", "run: may hold no two dots in a row and none at its end, got 'tiny..a'"),
-        ("run=tiny.", "none at its end"),
+        ("run=tiny..a", "run: must not have two dots in a row, or end in a dot, got 'tiny..a'"),
+        ("run=tiny.", "end in a dot"),
         ("optimize.algorithm=grop", "did you mean grpo?"),
         (
             "data.held_out={split_name='x'}",

@@ -252,7 +252,10 @@ VLLM = "generate.engine='vllm'"
     [
         ([VLLM], "CPU build repacks weights"),
         (["generate.engine='transformers'"], "nothing to keep"),
-        (["generate.engine='mine.py:Engine'", "placement.generate='gpus'"], "of its own each time"),
+        (
+            ["generate.engine='mine.py:Engine'", "placement.generate='gpus'"],
+            "a new process for each call",
+        ),
         ([VLLM, "generate.options.engine_args.quantization='fp8'"], "engine_args"),
         ([VLLM, "data.images='pictures'"], "pictures"),
         ([VLLM, "optimize.lora.save='adapter'"], "serves an adapter"),

@@ -78,7 +78,7 @@ def test_the_second_signal_ends_it_at_once(number):
     assert process.stdout.readline() == "unwinds\n"
     time.sleep(1)
     process.send_signal(number)
-    assert ending(process) == (128 + number, "", "was told twice to stop")
+    assert ending(process) == (128 + number, "", "got a second signal to stop")
 
 
 @pytest.mark.parametrize("seconds", [600, 1])
@@ -91,7 +91,7 @@ def test_a_command_that_is_in_c_code_ends_at_the_second_signal_or_when_its_time_
     if seconds == 600:
         time.sleep(1)
         process.send_signal(signal.SIGTERM)
-    why = "was told twice to stop" if seconds == 600 else "did not stop within 1 s"
+    why = "got a second signal to stop" if seconds == 600 else "did not stop within 1 s"
     assert ending(process) == (143, "", why)
 
 
