@@ -111,7 +111,7 @@ def test_the_report_of_a_policys_line_lies_beside_that_of_the_run(store, tmp_pat
     assert "golden/policy@0 to golden/policy@2." in of_run.read_text()
     assert "golden/policy@0 to golden/policy@1." in of_policy.read_text()
     assert "Not shown" not in of_run.read_text()
-    assert "Not shown: golden/policy@2, which" in of_policy.read_text()
+    assert "Not shown: golden/policy@2, where" in of_policy.read_text()
     with pytest.raises(ConfigError, match="a report shows a run or the line of a policy"):
         versions.report("golden/rewards@1", None, None, str(tmp_path / "store"))
 
