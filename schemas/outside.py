@@ -39,12 +39,12 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _UNUSED = frozenset({"annotations", "id", "refusal", "train", "weight"})
 """Members of a message that do not affect a prompt; `refusal` only if there is a content."""
 _REFUSED = {
-    "audio": "no model here hears; take it out",
+    "audio": "no policy here reads sound; take it out",
     "from": 'rename `from` to role and `value` to content, as under "Chats in ShareGPT\'s form" '
     "in deployments/docs/sources.md",
     "function_call": 'write it as tool_calls: [{"type": "function", "function": {…}}]',
     "refusal": "put its text into content",
-    "images": "pictures stand in the column data.images",
+    "images": "put pictures into the column data.images",
 }
 """Members of a message that are refused, and the advice for each."""
 _LONGEST_WORD = 64

@@ -313,7 +313,7 @@ def map_users(child: int) -> None:
     except FileNotFoundError as error:
         raise ProcessLookupError(child) from error
     except OSError as error:
-        raise refused(f"no user nobody of its own: {error.strerror}") from error
+        raise refused(f"cannot map a user nobody into the sandbox: {error.strerror}") from error
 
 
 def find_tools(names: tuple[str, ...]) -> dict[str, str]:

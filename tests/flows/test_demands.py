@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
         (
             ["generate.engine='transformers'", "generate.options={tensor_parallel_size=4}"],
             {},
-            "options.tensor_parallel_size is of engine vllm, not of transformers",
+            "options.tensor_parallel_size belongs to engine vllm, not to transformers",
             "quiver keys generate",
         ),
     ],

@@ -291,7 +291,7 @@ def test_a_bad_line_is_named_with_its_field_and_nothing_is_written(workplace, ch
         (None, {}, "there is no file"),
         ("GOOD\n", {"settings": ["sampling.top_q=1"]}, "unknown key sampling.top_q"),
         ("GOOD\n", {"settings": ["sampling.max_tokens=2"]}, "sampling.max_tokens is 2"),
-        ("GOOD\n", {"prompts": "tiny/policy@0"}, "is no version of prompts"),
+        ("GOOD\n", {"prompts": "tiny/policy@0"}, "is not a version of prompts"),
     ],
 )
 def test_what_is_wrong_as_a_whole_is_said(workplace, text, options, words):

@@ -325,7 +325,7 @@ def test_numbers_without_end_are_told(tmp_path):
     ("setting", "said"),
     [
         ("seed=9223372036854775808", "seed is a number of more than 64 bits"),
-        ("data.arguments={x=nan}", "arguments.x is no finite number"),
+        ("data.arguments={x=nan}", "arguments.x is not a finite number"),
         ('data.source="a\\u0000.jsonl"', "data.source has a NUL character"),
         ('data.arguments={"a": ["\\ud800"]}', "data.arguments.a.0 has a lone surrogate"),
         ("data.arguments.a=" + "[" * 101 + "]" * 101, "is nested more than 100 levels deep"),

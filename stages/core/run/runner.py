@@ -221,6 +221,6 @@ def run_stage(
         outcome = perform(call, opened) if in_process else find(call) or run_call(call)
     except BusyError as error:
         if getattr(load(stage), "SHARED", False) and not force and not share:
-            error.next += "; or make all these calls with share=True, and they do it together"
+            error.next += "; or make all these calls with share=True, so that they share the work"
         raise
     return opened.resolve(outcome.ref)

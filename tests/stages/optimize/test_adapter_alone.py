@@ -156,7 +156,7 @@ def test_where_whole_weights_are_needed_it_is_refused(store, policy, alone):
         resolve(PolicyConfig(model=str(alone.files.folder)))
     assert 'optimize.lora.save = "merged"' in caught.value.next
     refs = {"reference": policy.ref, "policy": alone.ref}
-    with pytest.raises(ConfigError, match="whole weights are averaged"):
+    with pytest.raises(ConfigError, match="only whole weights can be averaged"):
         run_here("average", {"rate": 0.1}, store, into="ema", **refs)
 
 

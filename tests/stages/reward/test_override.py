@@ -109,7 +109,7 @@ def test_a_file_of_overrides(tmp_path):
     path.write_text(json.dumps({**WHY, "overrides": {"a": 1}}))
     assert override.load(path) == Config(**WHY, overrides={"a": 1.0})
     wrong = {
-        '{"author": "ada", "author": "bob"}': "a key stands twice",
+        '{"author": "ada", "author": "bob"}': "a key occurs twice",
         '{"author": "ada", "reason": "x", "overrides": {"a": NaN}}': "NaN is not JSON",
         '{"autor": "ada", "reason": "x", "overrides": {"a": 1}}': "did you mean author",
         "[]": "valid dictionary",

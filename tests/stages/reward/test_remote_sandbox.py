@@ -140,7 +140,7 @@ def test_tokens_and_urls_are_checked(url, token, problem, monkeypatch):
     [
         ({"sandbox_token": "sk-canary"}, "sandbox_token must be env:NAME"),
         ({"sandbox_url": "https://me:sk-canary@scores.example/run"}, "has a user"),
-        ({"sandbox_url": "http://scores.example", "sandbox_token": "env:KEY"}, "in the clear"),
+        ({"sandbox_url": "http://scores.example", "sandbox_token": "env:KEY"}, "unencrypted"),
     ],
 )
 def test_a_recipe_is_no_place_for_a_secret(arguments, problem):

@@ -50,7 +50,7 @@ def section(**options) -> ServerConfig:
         ({"urls": [f"http://hôst/{CANARY}"]}, "a URL must be"),
         ({"urls": [7]}, "a URL must be"),
         ({"urls": []}, "servers.0.urls"),
-        ({"urls": ["http://scores.example"], "token": "env:KEY"}, "in the clear"),
+        ({"urls": ["http://scores.example"], "token": "env:KEY"}, "unencrypted"),
         ({"dialect": "quiver2"}, "servers.0.dialect"),
         ({"label": "answer"}, "label belongs to dialect openrlhf,"),
         ({"prefill": "<think>"}, "prefill belongs to dialect openrlhf and"),

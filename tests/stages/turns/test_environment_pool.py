@@ -370,7 +370,7 @@ def test_an_answer_too_many_ends_the_process_and_costs_its_own_episode(tmp_path)
         assert [ask(pool, keys[place], "go").step.text for place in (0, 2)] == ["0 2", "2 2"]
         reply = ask(pool, keys[1], "go")
     assert reply.failure == "environment_error"
-    assert reply.why == "its process ended after an answer too many, 2 times"
+    assert reply.why == "its process ended after one answer too many, 2 times"
 
 
 def test_pictures_that_are_no_text_are_no_answer():

@@ -60,7 +60,7 @@ def started(monkeypatch):
 @pytest.mark.parametrize(
     ("end", "problem"),
     [
-        ("exit 3", "with exit code 3 without an answer; last words: 8 / 7 / 6 / 5 / 4"),
+        ("exit 3", "with exit code 3 without an answer; its last output: 8 / 7 / 6 / 5 / 4"),
         ("kill -9 $$", r"by SIGKILL \(out of memory\?\) without"),
         ("kill -15 $$", "by SIGTERM without"),
     ],
@@ -131,7 +131,7 @@ def test_a_call_that_fails_in_a_held_process_is_repeated_in_a_fresh_one(
     python = interpreter(SERVES.format(body=f"if [ $n = 3 ]; then {fault}; fi"))
     refs = [ask("policy", CALL, python=python, hold=True, timeout=60)["ref"] for _ in range(5)]
     assert refs == ["1", "2", "1", "2", "1"] and len(started) == 3
-    assert f"stage policy: once more, in a fresh process: {reason}" in caplog.text
+    assert f"stage policy: trying again in a fresh process: {reason}" in caplog.text
 
 
 # -- its environment

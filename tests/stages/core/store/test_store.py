@@ -245,7 +245,7 @@ def test_an_id_in_two_shards_is_not_committed(store):
     with work_on(store) as work:
         work.write(0, table(0))
         work.write(1, table(1))
-        with pytest.raises(SchemaError, match="'r1' stands more than once"):
+        with pytest.raises(SchemaError, match="'r1' occurs more than once"):
             work.commit()
 
 
