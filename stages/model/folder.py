@@ -163,7 +163,7 @@ def _check_weights(folder: Path, title: str) -> None:
         if (folder / "adapter").is_dir():
             raise ConfigError(
                 title,
-                "it holds an adapter alone, without the weights that this goes on",
+                "it holds only an adapter, without the weights under it",
                 next='name a policy that was trained with optimize.lora.save = "merged"',
             )
         raise _unusable(title, "no *.safetensors")
@@ -171,7 +171,7 @@ def _check_weights(folder: Path, title: str) -> None:
         if not re.fullmatch(FILE_NAME, path.name):
             raise ConfigError(
                 title,
-                f"the name of {printable(path.name)} has other characters than A-Z a-z 0-9 . _ -",
+                f"the name of {printable(path.name)} has characters other than A-Z a-z 0-9 . _ -",
                 next="rename the file, or name another model",
             )
         try:

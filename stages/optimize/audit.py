@@ -99,7 +99,7 @@ def _compare(
             raise _too_far(
                 f"{name} are above the engine's by {excess:.4f} nats a token in the mean, allowed "
                 f"is optimize.audit.max_mean_gap = {limit}; sampling was biased ({names}), so they "
-                "may be below them, and not above: the engine sampled with other weights, another "
+                "may be below, but not above: the engine sampled with other weights, another "
                 "temperature, or reported raw logprobs"
             )
         report = {**report, "biased": biased_report} if report else biased_report

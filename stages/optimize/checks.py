@@ -78,7 +78,7 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
     elif config.prox_of == "start":
         raise ConfigError(
             "optimize.prox_of",
-            f"'start' needs proximal logprobs, none are given of {rollouts.ref}",
+            f"'start' needs proximal logprobs of {rollouts.ref}, none are given",
             next=f"score {rollouts.ref} under {version.inputs['policy'].ref} (stage logprobs, role "
             "prox), or take 'behaviour'",
         )

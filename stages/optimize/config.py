@@ -434,8 +434,8 @@ class Config(base.Config):
             raise ValueError("kl_target needs kl_coef > 0, where the coefficient begins")
         if self.mask_counted and self.on_length != "mask":
             raise ValueError(
-                "mask_counted says how what on_length = 'mask' leaves out is counted: set that "
-                "too, or leave mask_counted out"
+                "mask_counted applies only with on_length = 'mask': set that too, or leave "
+                "mask_counted out"
             )
         if self.trackers and not self.tracker_folder:
             raise ValueError("trackers need tracker_folder, the folder that they write to")

@@ -158,7 +158,7 @@ class ShardedTrainer(Trainer):
             raise ConfigError(
                 f"model {type(self.model).__name__}",
                 "runs one rollout at a time, and rollouts whose history was rewritten take several "
-                "passes each: ranks would not come out even",
+                "passes each: the ranks would need different numbers of passes",
                 next="set optimize.shard = false",
             )
 

@@ -35,7 +35,7 @@ REFUSED = [
     ({"algorithm": "gdpo", "kl_in_reward": True, "kl_coef": 0.1}, "kl_in_reward would have no"),
     ({"algorithm": "ppo", "kl_in_reward": True}, "kl_in_reward needs kl_coef > 0"),
     ({"kl_target": 0.1}, "kl_target needs kl_coef > 0"),
-    ({"mask_counted": True}, "mask_counted says how"),
+    ({"mask_counted": True}, "mask_counted applies only with"),
     ({"trackers": ["wandb"]}, "trackers need tracker_folder"),
     ({"credit": "gae"}, "'grpo' has no critic"),
     ({"credit": "turn", "algorithm": "ppo"}, "take credit = 'gae'"),

@@ -132,4 +132,4 @@ def test_trackers_write_where_they_are_told(store, policy, made, tmp_path, monke
 
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Failing)
     assert _run(store, policy, made, _config(seed=1, **trackers)).ref.version == 2
-    assert "tensorboard has not got all numbers: no space left" in caplog.text
+    assert "tensorboard did not get all numbers: no space left" in caplog.text

@@ -230,7 +230,7 @@ def test_a_template_that_changes_behind_the_plan_is_refused(store, policy, tmp_p
         arguments={"template": str(template)},
         template=str(template),
     )
-    with pytest.raises(ConfigError, match=r"own.jinja: it changed since it was planned"):
+    with pytest.raises(ConfigError, match=r"own.jinja: it has changed since the stage was planned"):
         run(config, store)
     assert template.read_text().endswith("A:!!")
 
