@@ -38,7 +38,7 @@ def name_rows(config: Config, table: pa.Table) -> list[str]:
         if cell in (None, ""):
             problem = "is empty"
         elif name in names:
-            problem = f"stands in row {names[name] + 1} too"
+            problem = f"is also in row {names[name] + 1}"
         if problem:
             raise ConfigError(
                 f"source {printable(config.source)} row {row + 1}",

@@ -95,7 +95,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     if unknown:
         raise ConfigError(
             f"override {printable(unknown[0])}",
-            f"{rewards.ref} has no such rollout; {len(unknown)} of those named are not there",
+            f"{rewards.ref} has no such rollout; {len(unknown)} of the named rollouts are missing",
             next=f"quiver show {rewards.ref}",
         )
     values = [config.overrides.get(row["rollout_id"], row["reward"]) for row in rows]

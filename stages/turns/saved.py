@@ -204,8 +204,8 @@ def refuse_foreign_code(store: Store, rollouts: Version) -> None:
     if store.storage.is_foreign:
         raise SecurityError(
             str(rollouts.ref),
-            "its manifest names the code that would run, and the store is somebody else's",
-            next="copy the store, once you have read that code",
+            "its manifest names code that would run here, and the store belongs to another user",
+            next="read that code, then copy the store",
         )
 
 

@@ -182,7 +182,7 @@ def check(config: ModelConfig) -> ModelFolder:
         }
         labels = [str(label_of[number]) for number in sorted(label_of, key=int)]
     except (TypeError, ValueError, KeyError) as error:
-        problem = f"config.json: its labels cannot be told: {printable(error)}"
+        problem = f"config.json: its labels cannot be read: {printable(error)}"
         raise ConfigError(config.title, problem, next="name another model") from None
     if config.engine == "vllm":
         vllm_env.find_build(config.title)

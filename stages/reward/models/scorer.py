@@ -332,7 +332,7 @@ def _prefill(prompts: Version, row: dict[str, Any], starts: Mapping[str, str | N
             f"{prompts.ref} prompt {printable(row['group_id'])}",
             "cannot tell how much of its text is the beginning of the answer: its template shows "
             "no turn of an assistant, or the prompts were rendered before that was noted",
-            next='set prefill of the reward model or server: "" where the policy was given '
+            next='set prefill of the reward model or server: "" if the policy was given '
             "nothing to continue",
         )
     return beginning

@@ -69,7 +69,7 @@ def require(config: FunctionConfig, needs: Iterable[str], columns: Iterable[str]
     if config.style == "quiver" and "solution_str" in {*needs} - {*columns, *config.columns}:
         raise ConfigError(
             owner,
-            "needs solution_str, which verl gives: it is written for one row a call",
+            "needs solution_str, which verl gives: it is written for one row per call",
             next='set style = "verl" for it',
         )
     parameters = dict.fromkeys([*needs, *config.columns])

@@ -319,7 +319,7 @@ BAD = [
     (
         {"group_id": "k"},
         [{"prompt": "a", "k": "x"}, {"prompt": "b", "k": "x"}],
-        "row 2.*'x' stands in row 1 too",
+        "row 2.*'x' is also in row 1",
     ),
     ({"group_id": "k"}, [{"prompt": "a", "k": 1}, {"prompt": "b", "k": None}], "row 2.*is empty"),
     ({}, [{"prompt": "a"}, {"prompt": None}], "000001.*holds null, expected text"),

@@ -208,7 +208,7 @@ def test_ids_are_those_of_transformers(policy_of, family, caplog):
                 ]
             prompt = renderer.render(name, messages, variables={"tools": tools})
             assert prompt["prompt_ids"] == expected(tokenizer, given, tools), name
-    unwanted = ("stays text", "begins the assistant's turn", "an answer ends")
+    unwanted = ("stays text", "begins the assistant's turn", "ends an answer")
     assert not [each for each in warnings(caplog) if any(map(each.__contains__, unwanted))]
 
 
@@ -604,7 +604,7 @@ BEGUN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 @pytest.mark.parametrize(
     ("template", "config", "told"),
     [
-        (TURNS, {}, "nothing begins the assistant's turn in the prompt, where the policy's chat"),
+        (TURNS, {}, "nothing begins the assistant's turn in the prompt, although the policy's"),
         (
             TURNS + BEGUN,
             {"template_arguments": {"add_generation_prompt": False}},

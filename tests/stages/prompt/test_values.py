@@ -380,7 +380,7 @@ def test_arrow_cells_are_what_to_pylist_gives_but_for_maps_json_and_short_floats
     [
         (pa.array([0, 10**18], pa.timestamp("s")), "row 2: column x: "),
         (pa.array([None, "{"], pa.json_()), "row 2: column x: Expecting property name"),
-        (pa.array(["1", '{"a": 1, "a": 2}'], pa.json_()), "row 2: column x: a key stands twice"),
+        (pa.array(["1", '{"a": 1, "a": 2}'], pa.json_()), "row 2: column x: a key occurs twice"),
         (json_list([["1"], ["1", "[NaN]"]]), "row 2: column x: NaN is not JSON"),
         (pa.array(["1", '["x\\u0000"]'], pa.json_()), "row 2: column x: 0 has a NUL character"),
         (

@@ -98,7 +98,7 @@ def test_unknown_rollouts_and_other_kinds_are_refused(store, paid, replace):
 def test_a_retry_takes_over_what_was_scored_not_what_was_said(store, paid, replace, score):
     said = replace(paid, {"0-sum-0-0": 9.0})
     rollouts = store.open("arith/rollouts@1")
-    why = r"a person replaced rewards of arith/rewards@1"
+    why = r"it replaces rewards of arith/rewards@1"
     with pytest.raises(ConfigError, match=why) as caught:
         score(rollouts, "mine.py:flaky", retry=said, max_invalid=0.1)
     assert caught.value.next.startswith("--retry arith/rewards@1")

@@ -56,7 +56,7 @@ def section(**options) -> ServerConfig:
         ({"prefill": "<think>"}, "prefill belongs to dialect openrlhf and"),
         ({"rescale": True}, "rescale needs range"),
         ({"dialect": "openai-judge", "model": "m"}, "needs model"),
-        ({**JUDGE, "score_pattern": "("}, "no regular expression"),
+        ({**JUDGE, "score_pattern": "("}, "not a regular expression"),
         ({**JUDGE, "score_pattern": "[0-9]"}, "one group"),
         ({"dialect": "openrlhf", "score_key": "x"}, "rewards or scores"),
         ({"dialect": "vllm-classify", "score_key": "LABEL_1"}, "number of a class"),

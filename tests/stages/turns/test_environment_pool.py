@@ -189,7 +189,7 @@ def test_an_environment_that_answers_otherwise_when_it_is_played_again_has_faile
         assert ask(pool, victim, "exclaim").failure == "environment_error"
         reply = ask(pool, key, "who")
         assert reply.failure == "environment_error"
-        assert "was lost, and when it was played again it answered otherwise" in reply.why
+        assert "was lost, and when it was played again it answered differently" in reply.why
         assert ask(pool, fresh, "who").failure is None, "it had no turn to be played again"
 
 

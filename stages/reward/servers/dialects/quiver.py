@@ -106,7 +106,7 @@ class Request(_Strict):
     @model_validator(mode="after")
     def _even(self) -> Request:
         if len({row.id for row in self.rows}) != len(self.rows):
-            raise ValueError("an id stands twice")
+            raise ValueError("an id occurs twice")
         if any(row.columns.keys() != self.rows[0].columns.keys() for row in self.rows):
             raise ValueError("every row of a request must have the same columns")
         return self
