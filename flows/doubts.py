@@ -152,13 +152,13 @@ def about_prompts(prompt: Prompt, source: Data, prompts: Mapping[str, Prompts]) 
         if prompt.system is not None and of_section.num_other_system:
             yield (
                 f"prompt.system is not shown in {of_section.num_other_system} of the first "
-                f"{of_section.num_looked_at} prompts of {section}: they are no chats, or begin "
+                f"{of_section.num_looked_at} prompts of {section}: they are not chats, or begin "
                 "with a system message of their own"
             )
     without_template = source.raw_text or source.prompt_ids
     for name in ("template", "template_arguments"):
         if without_template and getattr(prompt, name):
-            yield f"prompt.{name} is not used: the rows are no chats"
+            yield f"prompt.{name} is not used: the rows are not chats"
 
 
 # -- steps

@@ -205,8 +205,8 @@ def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict
     unknown = sorted(map(str, given.keys() - {"name", key}))
     if unknown:
         raise ValueError(
-            f'{place} of {printable(name)} has the key "{printable(unknown[0])}", expected "name" '
-            f'and "{key}" alone'
+            f'{place} of {printable(name)} has the key "{printable(unknown[0])}", expected '
+            f'only "name" and "{key}"'
         )
     arguments = given.get(key, {})
     place = f'"{key}" of {printable(name)} in {place}'
@@ -217,11 +217,11 @@ def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict
     arguments = dict(arguments)
     problem = problem_of(arguments, with_texts=False)
     if problem:
-        raise ValueError(f"{place} is no plain JSON: {problem}")
+        raise ValueError(f"{place} is not plain JSON: {problem}")
     try:
         json.dumps(arguments)
     except TypeError as error:  # a date from Arrow, or an object from a user's function
-        raise ValueError(f"{place} is no plain JSON: {printable(error)}") from None
+        raise ValueError(f"{place} is not plain JSON: {printable(error)}") from None
     return name, arguments
 
 

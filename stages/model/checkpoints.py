@@ -353,8 +353,8 @@ def adapter_base(store: Store, policy: Version) -> Version | None:
     if is_adapter_alone(policy):
         state = "nothing was changed."
         advice = (
-            ": without it the adapter is no model. A base that a recipe imported is imported again "
-            "by its next run"
+            ": without it the adapter cannot be used. A base that a recipe imported is imported "
+            "again by its next run"
         )
     else:
         state = "its merged weights are complete; nothing was changed."
@@ -387,7 +387,7 @@ def _read_json(version: Version, name: str) -> dict[str, Any]:
         return {}
     content = parse_object(version.files.read(name))
     if content is None or not isinstance(content.get("text_config") or {}, dict):
-        raise _unusable(version, f"{name} is no JSON object")
+        raise _unusable(version, f"{name} is not a JSON object")
     return content
 
 

@@ -161,13 +161,13 @@ def _require_one_reference(versions: list[Version]) -> None:
     """Raise LineageError unless all logprobs are of one reference: the KL term needs a single one,
     even with several sampling policies."""
     models = [version.manifest.model("ref") for version in versions]
-    unknown = "no model that its manifest names"
+    unknown = "an unnamed model"
     for version, model in zip(versions, models, strict=True):
         if (model and model.weights) != (models[0] and models[0].weights):
             raise LineageError(
                 str(version.ref),
-                f"logprobs under {model.ref if model else unknown}, those of {versions[0].ref} are "
-                f"under {models[0].ref if models[0] else unknown}",
+                f"its logprobs are under {model.ref if model else unknown}, but "
+                f"{versions[0].ref}'s are under {models[0].ref if models[0] else unknown}",
                 next=f"score the rollouts of {version.ref} under the same reference (stage "
                 "logprobs)",
             )

@@ -74,7 +74,9 @@ class ShardedPolicy(Policy):
         trunks = [trunk for trunk in (model, self.value_trunk) if trunk is not None]
         layers = [layer for trunk in trunks for layer in layers_of(trunk)]
         if not layers:
-            log.warning("transformers names no layers of this model: all of it is whole in a pass")
+            log.warning(
+                "transformers names no layers of this model, so each pass gathers the whole model"
+            )
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         in_layers = {module for layer in layers for module in layer.modules()}
         for layer in layers:

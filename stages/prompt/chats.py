@@ -129,7 +129,7 @@ def read_variables(
             raise ValueError(f"holds {shape_of(arguments)}, expected an object")
         for argument in arguments:
             if argument in _NOT_ARGUMENTS or argument in reserved:
-                raise ValueError(f"sets {argument}, which is no argument of a row")
+                raise ValueError(f"sets {argument}, which a row cannot set")
         column = tools_column
         way_out = ', or set data.tools = "" if the column is for something else'
         tools = _parsed(cells.get("tools")) or []

@@ -157,6 +157,6 @@ def _require_same_source(config: Config, rewards: Version, store: Store) -> None
         raise LineageError(
             str(rewards.ref),
             f"measured rows of {manifest.config.get('source', 'no prompts that are known')}, not "
-            f"those of {config.source} as it is now",
+            f"the current rows of {config.source}",
             next="name rewards of the same rows, or none",
         )

@@ -268,7 +268,7 @@ class Renderer:
                 lack = "no chat template"
                 if isinstance(named, dict):
                     names = ", ".join(sorted(named))
-                    lack = f"the chat templates {names}, of which none is the default"
+                    lack = f"the chat templates {names}, and none of them is the default"
                 raise ConfigError(
                     str(self._policy.ref),
                     f"the policy's tokenizer has {printable(lack)}",

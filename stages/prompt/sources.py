@@ -170,7 +170,7 @@ def _check(source: str, table: pa.Table) -> None:
         table.validate(full=True)
     except pa.ArrowInvalid as error:
         raise bad_source(
-            source, f"holds bytes that are not what its types say: {printable(error)}"
+            source, f"holds bytes that do not match its types: {printable(error)}"
         ) from None
 
 

@@ -70,7 +70,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     sampled = rewards.manifest.input("rollouts")
     if rewards.ref.kind != "rewards" or sampled is None:
         raise LineageError(
-            str(rewards.ref), "is no rewards version of saved rollouts", next="quiver ls"
+            str(rewards.ref), "is not a rewards version of saved rollouts", next="quiver ls"
         )
     return Plan(
         store=store,

@@ -137,7 +137,7 @@ def calls_of(name: str, turn: Mapping[str, Any]) -> tuple[Call, ...]:
     except (ValueError, KeyError, TypeError) as error:
         raise SchemaError(
             f"rollout {printable(name)}",
-            f"tool_calls are no list of {{name, arguments}}: {printable(error)}",
+            f"tool_calls are not a list of {{name, arguments}}: {printable(error)}",
             next="look at the turns of that rollout",
         ) from None
 

@@ -626,7 +626,7 @@ WARNINGS = {
         "after the last"
     ),
     "data.raw_text=true prompt.template=chat.jinja": (
-        "prompt.template is not used: the rows are no chats"
+        "prompt.template is not used: the rows are not chats"
     ),
     "data.limit=8": None,
     "optimize.minibatches=4": None,
@@ -655,7 +655,7 @@ def test_a_system_prompt_that_chats_do_not_show_is_counted(folder):
     write_rows([{"question": chat, "answer": 1} for chat in (own, plain, own)])
     settings = ["data.held_out=null", "data.limit=null", "prompt.system='Be short.'"]
     assert check(*settings).answer["warnings"] == [
-        "prompt.system is not shown in 2 of the first 3 prompts of data: they are no chats, or "
+        "prompt.system is not shown in 2 of the first 3 prompts of data: they are not chats, or "
         "begin with a system message of their own"
     ]
 

@@ -417,7 +417,7 @@ def test_what_can_not_be_shown_is_said_once_and_stops_nothing(caplog):
     (record,) = caplog.records
     assert (
         record.getMessage()
-        == "not on Prefect's pages: a page (Unheard: no\\nanswer); the run goes on"
+        == "not on Prefect's pages: a page (Unheard: no\\nanswer); the run continues"
     )
 
 

@@ -487,7 +487,7 @@ class VllmServerEngine:
         if not np.isfinite(logprobs).all() or _NO_LOGPROB in logprobs:
             raise NumericError(
                 "engine vllm-server",
-                f"row {request.index}: the logprob of an id is no number",
+                f"row {request.index}: the logprob of an id is not a number",
                 state=_STATE,
                 next="look at the server's log, and at the policy's weights",
             )

@@ -118,8 +118,8 @@ class ModelConfig(ScorerConfig):
         for name in foreign:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{name} is no field of kind {self.kind!r}: leave it out, or choose the other "
-                    "kind"
+                    f"{name} is not a field of kind {self.kind!r}: leave it out, or choose the "
+                    "other kind"
                 )
         if self.engine_args and self.engine != "vllm":
             raise ValueError(f"engine_args are for engine 'vllm', got engine {self.engine!r}")

@@ -125,8 +125,8 @@ class ModelScorer:
             raise ConfigError(
                 config.title,
                 "each input ends with its pad token "
-                f"{printable(self._tokenizer.decode([last]))!r}: transformers takes the logit "
-                "of the token before, vLLM that of the last",
+                f"{printable(self._tokenizer.decode([last]))!r}: transformers takes the logit of "
+                "the token before, vLLM of the last",
                 next='set pooling = "last_not_pad" (transformers; most models trained with it) or '
                 '"last"',
             )

@@ -91,7 +91,8 @@ def require_sent(config: FunctionConfig, needs: Iterable[str], batch: Batch) -> 
             raise ConfigError(
                 f"reward function {config.name}",
                 f"needs {column}, which the request does not hold",
-                next=f"name {column} in reward.servers.columns where the request is made",
+                next=f"name {column} in reward.servers.columns of the recipe that sends the "
+                "request",
             )
 
 

@@ -130,7 +130,7 @@ def test_its_base_is_needed(store, policy, made, alone):
     shutil.rmtree(policy.files.folder)
     with pytest.raises(LineageError, match="found no such version") as caught:
         run_here("logprobs", {}, store, policy=alone.ref, rollouts=made[0].ref)
-    assert "without it the adapter is no model" in caught.value.next
+    assert "without it the adapter cannot be used" in caught.value.next
     assert caught.value.state == "nothing was changed."
 
 

@@ -217,7 +217,7 @@ def test_vllm_is_shown_them_too(tmp_path):
             "images = [self.picture(), b'no picture']",
             {},
             "environment_error",
-            "its picture 2 is no picture of type PNG, JPEG, WEBP",
+            "its picture 2 is not a picture of type PNG, JPEG, WEBP",
         ),
         (
             "images = [self.picture()",

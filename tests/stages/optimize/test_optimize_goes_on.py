@@ -53,7 +53,7 @@ def test_a_stage_that_would_learn_nothing_is_refused(store, policy, made, caplog
     assert "is 0 from step 2 on, and this stage goes from step 1 up to step 3" in caplog.text
     rates = [row["learning_rate"] for row in world.updates(store, second)]
     assert rates == [pytest.approx(rates[0]), 0.0, 0.0] and rates[0] > 0
-    with pytest.raises(ConfigError, match="has 4 steps behind it: nothing would be") as caught:
+    with pytest.raises(ConfigError, match="has taken 4 steps: nothing would be") as caught:
         _run(store, second, made, _config(**fields))
     assert caught.value.next == "raise optimize.total_steps above 4"
 

@@ -89,7 +89,7 @@ def test_a_generator_is_hashed_by_its_rows(tmp_path, monkeypatch):
         ("made.py:sum", "did you mean sums"),
         ("made.py:breaks", "KeyError: 'gone'"),
         ("made.py:lists", "row 1: expected an object, found list"),
-        ("made.py:numbered", "made.py:numbered row 2: the key 1 is no text"),
+        ("made.py:numbered", "made.py:numbered row 2: the key 1 is not text"),
         ("made.py:broken", "made.py:broken row 1: the key .* has a NUL character"),
         ("made.py:sums", "missing 1 required positional argument"),
         ("none.py:sums", "there is no file"),

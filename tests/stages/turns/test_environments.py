@@ -200,7 +200,7 @@ def test_what_has_no_text_of_its_own_is_an_error_of_the_tool():
     """Where it lies in memory would be another text in every run."""
     for returned in (object(), {"key": object()}):
         message = call_tool({"look": lambda: returned}, Call("look", {}))  # noqa: B023
-        why = "a object is no text, and cannot be written as JSON"
+        why = "a object is not text, and cannot be written as JSON"
         assert message["content"] == f"Error: TypeError: {why}"
 
 

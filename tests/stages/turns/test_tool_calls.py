@@ -151,7 +151,7 @@ def test_a_call_before_an_end_of_thinking_that_was_not_begun_is_told():
     assert parsed == ParsedTurn(
         "So: ",
         (),
-        "a call stands before </think>: thinking holds no calls, write it behind the thinking",
+        "a call comes before </think>: write calls after the thinking, not in it",
     )
     text = "I could " + hermes(SAY) + "</think>"
     assert parse_hermes(text + hermes(ADD)) == ParsedTurn(text, (Call("add", ADD["arguments"]),))

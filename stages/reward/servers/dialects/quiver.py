@@ -67,7 +67,7 @@ def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     answered = read_as(_Answered, answer).rows
     row_of = {row.id: row for row in answered}
     if len(answered) != len(rows) or row_of.keys() != {row.id for row in rows}:
-        raise MalformedError("the ids of its rows are not those asked for, each once")
+        raise MalformedError("its rows must have the requested ids, each once")
     parts = []
     for row in rows:
         answer_row = row_of[row.id]
