@@ -190,7 +190,7 @@ def test_a_call_of_a_chat_may_have_no_arguments_and_no_id(arguments):
 def test_a_call_has_the_keys_of_its_format():
     call = {"name": "f", "parameters": {"a": "\0"}}
     assert read_call(call, "the call", "parameters") == ("f", {"a": "\0"})
-    with pytest.raises(ValueError, match='expected "name" and "arguments" alone'):
+    with pytest.raises(ValueError, match='expected only "name" and "arguments"'):
         read_call(call, "the call")
 
 

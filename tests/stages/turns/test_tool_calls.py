@@ -77,7 +77,7 @@ def test_a_turn_without_calls_is_text(parse, text):
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "is a list, expected"),
         (
             '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>',
-            'the call of add has the key "parameters", expected "name" and "arguments" alone',
+            'the call of add has the key "parameters", expected only "name" and "arguments"',
         ),
         (hermes({**ADD, "id": "c1"}), 'the call of add has the key "id"'),
         (hermes({"name": "add", "arguments": None}), "is null, expected a JSON object"),
