@@ -303,7 +303,7 @@ def test_what_can_not_work_is_refused_before_anything_is_made(store, monkeypatch
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     with (
         temporary_settings(restore_defaults={PREFECT_API_URL}),
-        pytest.raises(ConfigError, match="needs a Prefect server") as caught,
+        pytest.raises(ConfigError, match="needs a permanent Prefect server") as caught,
     ):
         shell_nightly(Path("recipe.toml"), settings=["promotion.approval=true"])
     assert caught.value.object == "promotion.approval"

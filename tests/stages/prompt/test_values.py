@@ -253,7 +253,7 @@ def test_a_csv_cell_may_be_as_long_as_memory_and_break_lines(tmp_path):
         ("a,b,a\n1,2,3\n", "rows.csv: column a occurs more than once"),
         ("a\n1\0\n", r"row 1 \(line 2\): column a has a NUL character"),
         ("question,answer\n1,2\n".encode("utf-16"), "column .* is not UTF-8"),
-        ("question;answer\n1;2\n", "column question;answer is the only one: commas .* ';' stands"),
+        ("question;answer\n1;2\n", "column question;answer is the only one: expected commas .* found ';'"),
     ],
 )
 def test_bad_csv_is_named(tmp_path, text, why):

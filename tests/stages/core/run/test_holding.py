@@ -69,7 +69,7 @@ def test_a_process_that_ends_without_an_answer_is_described(interpreter, end, pr
     lines = []
     with pytest.raises(ResourceError, match=problem) as caught:
         ask("policy", CALL, python=interpreter(f"seq 8; {end}"), on_line=lines.append)
-    assert caught.value.object == "stage policy" and "last words: 8" in caught.value.message
+    assert caught.value.object == "stage policy" and "last output: 8" in caught.value.message
     assert lines == list("12345678")
 
 
