@@ -239,5 +239,5 @@ def test_rollouts_that_are_none_are_refused(golden, tmp_path):
     inputs = [entry.model_copy(update={"role": "rollouts"}) for entry in version.manifest.inputs]
     manifest = version.manifest.model_copy(update={"inputs": tuple(inputs[1:])})
     version.files.path("manifest.json").write_bytes(manifest.to_json())
-    with pytest.raises(LineageError, match="its rollouts are golden/prompts@1"):
+    with pytest.raises(LineageError, match="its rollouts must be a version of rollouts, found golden/prompts@1"):
         open_joined(store, "golden/rewards@1")

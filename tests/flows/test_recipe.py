@@ -45,7 +45,7 @@ def recipe(tmp_path):
             "run=tiny.eval",
             "run: must not end in .eval: Quiver gives such names to a run's side runs",
         ),
-        ("run=tiny.ref", "run: may not end in .ref"),
+        ("run=tiny.ref", "run: must not end in .ref"),
         ("run=tiny..a", "run: must not have two dots in a row, or end in a dot, got 'tiny..a'"),
         ("run=tiny.", "end in a dot"),
         ("optimize.algorithm=grop", "did you mean grpo?"),

@@ -354,5 +354,5 @@ def test_an_input_of_another_kind_than_its_role_is_told(store, policy):
         work.write(0, rewards.table())
         wrong = work.commit()
     assert open_input(store, rewards, "rollouts").ref == rollouts.ref
-    with pytest.raises(LineageError, match="its rollouts are tiny/rewards@1"):
+    with pytest.raises(LineageError, match="its rollouts must be a version of rollouts, found tiny/rewards@1"):
         open_input(store, wrong, "rollouts")

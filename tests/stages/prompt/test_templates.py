@@ -610,7 +610,7 @@ BEGUN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
             {"template_arguments": {"add_generation_prompt": False}},
             "writes '<|im_start|>assistant' before an answer",
         ),
-        (TURNS + BEGUN + "<|im_end|>", {}, "the prompt ends with <|im_end|>, at which"),
+        (TURNS + BEGUN + "<|im_end|>", {}, "the prompt ends with <|im_end|>, which"),
     ],
 )
 def test_prompts_in_which_no_answer_can_begin_are_told(qwen3, caplog, template, config, told):
