@@ -124,7 +124,7 @@ def test_a_server_that_runs_nothing_is_an_error_and_no_number():
     [
         ("http://127.0.0.1:1", "canary", "must be env:NAME"),
         ("http://127.0.0.1:1", "env:MISSING_TOKEN", "variable MISSING_TOKEN is not set"),
-        ("http://scores.example:8/run", "env:SANDBOX_TOKEN", "would go to scores.example in the"),
+        ("http://scores.example:8/run", "env:SANDBOX_TOKEN", "would go to scores.example unencrypted"),
         ("http://127.0.0.1:1/run?key=canary", "", "has a user, a query"),
     ],
 )
