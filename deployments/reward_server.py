@@ -338,7 +338,7 @@ def listen(host: str, port: int, token: str) -> socket.socket:
     if not token and not is_loopback(host):
         raise SecurityError(
             f"reward server on {printable(host)}",
-            "others could reach it without a token",
+            "other hosts could reach it without a token",
             next="give --token env:NAME",
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -360,17 +360,21 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("recipe", type=Path, help="TOML file with a [reward] section")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8700, help="0: any that is free")
+    parser.add_argument(
+        "--port", type=int, default=8700, help="port to listen on; 0: any free port"
+    )
     parser.add_argument(
         "--token", default="", help="env:NAME of the bearer token that requests must carry"
     )
-    parser.add_argument("--label", default="answer", help="column that labels of openrlhf become")
+    parser.add_argument("--label", default="answer", help="column that receives openrlhf's labels")
     parser.add_argument(
         "--keep-end-tokens",
         action="store_true",
-        help="score what openrlhf sends with the special tokens at its end",
+        help="keep the special tokens at the end of what openrlhf sends",
     )
-    parser.add_argument("--rows", type=int, default=DEFAULT.rows, help="most rows scored together")
+    parser.add_argument(
+        "--rows", type=int, default=DEFAULT.rows, help="maximum number of rows scored together"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:

@@ -91,7 +91,7 @@ class _Run:
             return ref
         with suppress(LineageError):
             restore(store, ref)
-            log.info("%-22s %s  out of the trash", "brought back", ref)
+            log.info("%-22s %s  from the trash", "brought back", ref)
             return ref
         if ref in self.again:
             return self.again[ref]().ref

@@ -136,13 +136,13 @@ def read_first_rows(
     if policy is None and is_function(recipe.policy.model):
         if not is_forced:
             log.warning(
-                "prompts are not looked at: policy.model is a function, which the first run calls "
-                "to make the base model; --show and --try call it, too"
+                "prompts are not checked: policy.model is a function that the first run calls to "
+                "make the base model; --show and --try also call it"
             )
             return FirstRows()
         log.info(
             "policy.model is a function: it makes the base model now, which takes as long as in a "
-            "run; without --show and --try all is looked at that needs no model"
+            "run; --show and --try need the model, the other checks do not"
         )
     return first_rows(recipe, sources, policy and policy.files.folder, is_answered=is_answered)
 

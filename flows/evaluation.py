@@ -136,4 +136,4 @@ def track_evaluation(
         code = 1
         last_line = str(error)
     if code:
-        log.warning("%s is not in %s: %s", ref, ", ".join(trackers), printable(last_line))
+        log.warning("%s was not sent to %s: %s", ref, ", ".join(trackers), printable(last_line))

@@ -201,7 +201,7 @@ def require_references(reward: RewardConfig, sources: Mapping[str, Source]) -> N
         error = ConfigError(
             f"{printable(config.source)} row {chosen[position] + 1}",
             f"column {printable(column)}: the reward function {name} cannot read it: {problem}; "
-            f"that is so of {len(refused)} of the first {len(chosen)} rows of {section}",
+            f"this affects {len(refused)} of the first {len(chosen)} rows of {section}",
             next="correct the row, or take it out of the source; or name another column under "
             "columns of that function",
         )

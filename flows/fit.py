@@ -98,8 +98,8 @@ def parse_machine(text: str) -> Machine:
     if count and not (re.fullmatch("[1-9][0-9]{0,3}", count) and int(count) <= 1024):
         raise ConfigError(
             f"--gpu {printable(text)}",
-            "expected a number of GPUs of one host behind the colon",
-            next=f"name --gpu {name}:8, say",
+            "expected a number of GPUs of one host after the colon",
+            next=f"write it like --gpu {name}:8",
         )
     return Machine(name, _MEBIBYTES[name] * 2**20, int(count or 1))
 

@@ -141,7 +141,7 @@ class Recipe(Config):
         ]
         if changed and not self.optimize.allow_biased_sampling:
             raise ValueError(
-                f"generate.sampling.{changed[0]} makes the sampled distribution another than the "
+                f"generate.sampling.{changed[0]} makes the sampled distribution differ from the "
                 "policy's: leave it out, or set optimize.allow_biased_sampling = true"
             )
         staleness = {"optimize.replay": self.optimize.replay, "overlap": self.overlap}

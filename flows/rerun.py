@@ -104,7 +104,7 @@ def rerun(
         if section.kl_coef > 0 and recipe.reference.rule != "fixed":
             raise ConfigError(
                 "reference.rule",
-                "which policy is the reference of saved rollouts cannot be told",
+                "cannot tell which policy is the reference of saved rollouts",
                 next='set reference.rule = "fixed", which is the first policy of the line',
             )
         refs |= make_logprobs(section, recipe.logprobs, store, refs, iteration)
@@ -158,8 +158,8 @@ def _named_versions(run: str, store: Store, stage: str, references: References) 
         if len(parsed) > 1 and stage not in ("optimize", "prompt"):
             raise ConfigError(
                 f"--{role}",
-                f"{command} takes one, got {len(parsed)}",
-                next="name them one after another",
+                f"{command} takes one version, got {len(parsed)}",
+                next="run the command once for each",
             )
     return refs
 

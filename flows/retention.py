@@ -64,7 +64,7 @@ def clean_up(path: str, run: str, retention: Retention, policy: str | None = Non
             collected.deleted_bytes += collect(store, rule, apply=True).deleted_bytes
     except Exception as error:  # Any error: the run's versions exist.
         typed = error if isinstance(error, QuiverError) else unexpected("retention", error)
-        message = "%-22s %s %s: %s; the run goes on"
+        message = "%-22s %s %s: %s; the run continues"
         log.warning(message, "retention", typed.code, typed.object, typed.message)
         return
     removed = [*collected.versions, *collected.optimizer]

@@ -37,9 +37,11 @@ average."""
 def _free_name(run: str) -> str:
     for ending in SIDE_RUNS:
         if run.endswith(ending):
-            raise ValueError(f"may not end in {ending}: runs of that form are made beside it")
+            raise ValueError(
+                f"must not end in {ending}: Quiver gives such names to a run's side runs"
+            )
     if ".." in f"{run}.":
-        raise ValueError("may hold no two dots in a row and none at its end")
+        raise ValueError("must not have two dots in a row, or end in a dot")
     return run
 
 
@@ -104,7 +106,7 @@ class Data(SourceConfig):
         if keys:
             raise ConfigError(
                 printable(keys[0]),
-                f"holds {NIGHT}, which only a night fills in; elsewhere put a value there by --set",
+                f"holds {NIGHT}, which only a night fills in: elsewhere, set a value with --set",
                 next="quiver nightly RECIPE",
             )
 

@@ -55,7 +55,7 @@ def worth_retrying(task: Task, run: TaskRun, state: State) -> bool:
         return False
     if error.code not in WORTH_RETRYING or error.message.startswith(_REFUSED):
         return False
-    log.warning("%s: %s; it is tried again soon", error.object, error.message)
+    log.warning("%s: %s; trying again soon", error.object, error.message)
     # A sleeping engine holds memory of the device and of this machine, which the retry may need.
     end_waiting()
     return True

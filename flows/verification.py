@@ -50,8 +50,8 @@ def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[Quiver
                         tags, versions = users_of(store, version_ref)
                         users = [*(f"tag {name}" for name in tags), *versions]
                         error.state = (
-                            "no other version is touched by this; what refers to this one: "
-                            f"{', '.join(users) or 'nothing'}."
+                            "no other version is affected; tags and versions that refer to this "
+                            f"one: {', '.join(users) or 'nothing'}."
                         )
                         error.next = f"quiver verify {version_ref} --quarantine"
                     raise
@@ -85,11 +85,10 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
                 if store.numbers(run, kind) and not store.storage.exists(f"{run}/{kind}/.ledger"):
                     raise CorruptError(
                         f"{run}/{kind}/.ledger",
-                        "is missing: which numbers were given to versions that are gone cannot be "
-                        "told",
-                        state="the versions that are there are not touched by this.",
+                        "is missing, so the numbers of deleted versions are not known",
+                        state="the existing versions are not affected.",
                         next=f"restore {store.path / run / kind}/.ledger from a copy; without one, "
-                        "what is there is noted when the versions are listed",
+                        "the existing versions are noted when they are listed",
                     )
 
 
@@ -110,13 +109,15 @@ def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
     listed = {*version.files.names, "manifest.json"}
     for name in store.storage.list_files(ref.folder):
         if name not in listed:
-            error = version.corrupt(printable(name), "is no file of this version")
+            error = version.corrupt(printable(name), "is not a file of this version")
             error.next = shlex.join(["rm", printable(version.files.path(name), 4096)])
             raise error
     if manifest.content_hash != content_hash(manifest.kind_schema, manifest.files):
-        raise version.corrupt("manifest.json", "content_hash is not that of its files")
+        raise version.corrupt("manifest.json", "content_hash does not match its files")
     if manifest.rows != sum(entry.rows for entry in manifest.files):
-        raise version.corrupt("manifest.json", f"says {manifest.rows} rows, its files have others")
+        raise version.corrupt(
+            "manifest.json", f"says {manifest.rows} rows, its files have another number"
+        )
     given_to = store.ledger(ref.run, ref.kind).content_hashes().get(ref.version)
     if given_to and given_to != manifest.content_hash:
         raise version.corrupt("manifest.json", f"number {ref.version} was given to other content")
@@ -163,8 +164,8 @@ def _verify_sources(store: Store, version: Version) -> None:
     if changed:
         raise LineageError(
             str(version.ref),
-            f"{changed[0]} is not what it was",
-            next=f"make {version.ref.kind} anew of what {changed[0].partition(' ')[2]} is now",
+            f"{changed[0]} has changed",
+            next=f"make {version.ref.kind} again from {changed[0].partition(' ')[2]} as it is now",
         )
     if version.ref.kind == "policy":
         for kind in {"advantages", "updates"} & manifest.metrics.keys():
@@ -177,7 +178,7 @@ def _manifest(store: Store, version: Version, ref: Ref) -> Manifest | None:
     Raises LineageError if it is gone otherwise, or `ref` has no version number.
     """
     if not isinstance(ref.version, int):
-        problem = f"is made of {ref}, which names no version by its number"
+        problem = f"is made of {ref}, which is not a reference with a version number"
         raise LineageError(str(version.ref), problem, next=f"quiver lineage {version.ref}")
     with storage_errors(ref):
         if store.exists(ref):
@@ -188,5 +189,5 @@ def _manifest(store: Store, version: Version, ref: Ref) -> Manifest | None:
         str(version.ref),
         f"{'its input ' if ref.kind not in ('advantages', 'updates') else ''}{ref} is gone",
         next=f"restore {store.path / ref.folder} from a copy; without it {version.ref} is "
-        "whole, but not its lineage",
+        "complete, but its lineage is not",
     )

@@ -135,7 +135,7 @@ class Manifest(_Part):
         section = self.config.get(name) or {}
         if isinstance(section, dict):
             return section
-        problem = f"manifest.json: config.{name} is no section"
+        problem = f"manifest.json: config.{name} is not a table"
         raise CorruptError(self.ref, problem, next=f"quiver verify {self.ref}")
 
     def _names_no(self, role: str) -> NoReturn:
@@ -188,7 +188,7 @@ def from_json(raw: bytes, name: str) -> Manifest:
     """
 
     def corrupt(problem: str, next: str = f"quiver verify {name}") -> CorruptError:
-        state = "no file was changed; other versions are not touched by this."
+        state = "no file was changed; other versions are not affected."
         return CorruptError(name, problem, state=state, next=next)
 
     if not raw or len(raw) > MAX_BYTES:

@@ -18,13 +18,18 @@ def gc(
     ] = False,
     keep: Annotated[
         int | None,
-        typer.Option(help="versions of each kind of each run that stay; default: all", min=1),
+        typer.Option(
+            help="number of versions of each kind to keep in each run; default: all", min=1
+        ),
     ] = None,
     moments: Annotated[
-        int, typer.Option(help="policies of each run whose optimizer state stays", min=1)
+        int,
+        typer.Option(
+            help="number of newest policies of each run that keep their optimizer state", min=1
+        ),
     ] = 1,
     grace_hours: Annotated[
-        float, typer.Option(help="how long what goes can be brought back", min=0)
+        float, typer.Option(help="hours for which removed files stay in the trash", min=0)
     ] = 24,
     restore: Annotated[
         str | None,
@@ -59,7 +64,7 @@ def gc(
         for leftover in collected.staging
     ]
     lines += [
-        f".quarantine/{name} {size(count)}: delete it by hand when nobody needs it"
+        f".quarantine/{name} {size(count)}: delete it by hand when you do not need it any more"
         for name, count in collected.quarantine.items()
     ]
     answer = {
@@ -85,7 +90,7 @@ def gc(
     would = "" if apply else "would be "
     lines += [
         f"{size(moved)} {would}moved to the trash, {size(freed)} {would}deleted",
-        f"{size(collected.trash_bytes)} {'lie' if apply else 'would lie'} in the trash: what "
-        f"is there for {grace_hours:g} hours is deleted by the next quiver gc --apply",
+        f"{size(collected.trash_bytes)} {'lie' if apply else 'would lie'} in the trash: the next "
+        f"quiver gc --apply deletes what has been there for {grace_hours:g} hours",
     ]
     say(answer, lines)

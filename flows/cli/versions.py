@@ -212,12 +212,14 @@ def verify(
     if quarantine:
         if ref is None:
             raise ConfigError(
-                "--quarantine", "needs the version to put aside", next="quiver verify"
+                "--quarantine",
+                "needs the reference of the version to put aside",
+                next="quiver verify",
             )
         put_aside, folder = retention.quarantine(opened, ref)
         lines = [
             f"{put_aside} is in {folder}",
-            "the command that made it makes it again",
+            "to make it again, run the command that made it",
         ]
         say({"quarantined": str(put_aside), "folder": str(folder)}, lines)
         return
@@ -232,7 +234,7 @@ def verify(
 
 def rm(
     ref: Reference,
-    reason: Annotated[str, typer.Option(help="why, for its tombstone")] = "",
+    reason: Annotated[str, typer.Option(help="reason, kept in its tombstone")] = "",
     store: StorePath = None,
 ) -> None:
     """Delete a version. Its number and its manifest stay, and versions made from it are kept."""
@@ -246,7 +248,7 @@ def rm(
 def tag(
     name: Annotated[str, typer.Argument(help="the tag")],
     ref: Reference,
-    reason: Annotated[str, typer.Option(help="why, for its history")] = "",
+    reason: Annotated[str, typer.Option(help="reason, kept in its history")] = "",
     store: StorePath = None,
 ) -> None:
     """Give a version a tag; `run/kind@tag` then refers to it."""
@@ -277,7 +279,7 @@ def report(
     beside: Annotated[
         str | None,
         typer.Argument(
-            help="another run, to stand beside it",
+            help="another run to show beside it",
             metavar="[RUN]",
             autocompletion=completion.runs,
         ),
@@ -298,7 +300,7 @@ def report(
         ref = opened.resolve(or_latest(run))
         if ref.kind != "policy":
             raise ConfigError(
-                str(ref), "a report is of a run or of the line of a policy", next="quiver ls"
+                str(ref), "a report shows a run or the line of a policy", next="quiver ls"
             )
         policy, run = str(ref), ref.run
         # The report of the run itself is kept.

@@ -90,7 +90,7 @@ def as_lost(error: QuiverError) -> QuiverError:
         return error
     return ResourceError(
         _PEERS,
-        f"one is gone, or was silent for too long: {error.message}",
+        f"one has ended, or was silent for too long: {error.message}",
         state="finished shards and all versions are kept.",
         next="run the same command again, on every host",
     )

@@ -64,7 +64,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         if difference:
             raise LineageError(
                 str(baseline.ref),
-                f"is no baseline: {difference}",
+                f"cannot be the baseline: {difference}",
                 next="evaluate both on the same [data.held_out], with the same [evaluate]",
             )
         inputs["baseline"] = baseline
@@ -180,7 +180,7 @@ def _difference_to(
         return f"it measured {printable(theirs)}, expected {printable(measured)}"
     their_rewards = store.open(baseline.manifest.require_input("rewards").ref)
     if not is_made_alike(their_rewards.manifest, rewards.manifest):
-        return f"it was scored otherwise, by {their_rewards.ref}; these are {rewards.ref}"
+        return f"it was scored differently, by {their_rewards.ref}; these are {rewards.ref}"
     return ""
 
 

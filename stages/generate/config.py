@@ -66,7 +66,7 @@ class Config(Base):
         if self.sampling.temperature == 0 and self.samples_per_prompt > 1:
             raise ValueError(
                 f"temperature 0 gives {self.samples_per_prompt} equal samples: set a temperature "
-                "above 0, or samples_per_prompt = 1 where nothing is trained on them"
+                "above 0, or samples_per_prompt = 1 if nothing is trained on them"
             )
         try:
             options = engine_options(self.engine, self.options)

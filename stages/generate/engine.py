@@ -145,12 +145,12 @@ ENGINES = {
     ),
     "vllm-server": Entry(
         "quiver.stages.generate.engines.vllm_server:VllmServerEngine",
-        "vLLM servers that somebody runs, named by their URLs; their weights are checked",
+        "vLLM servers that you start, named by their URLs; their weights are checked",
         VllmServerOptions,
     ),
     "transformers": Entry(
         "quiver.stages.generate.engines.transformers:TransformersEngine",
-        "encoder-decoder models (T5, BART), and whatever vLLM lacks",
+        "encoder-decoder models (T5, BART), and models that vLLM lacks",
         TransformersOptions,
     ),
     "scripted": Entry(
@@ -172,7 +172,7 @@ def engine_options(name: str, options: dict[str, Any]) -> Config | None:
             if owners:
                 raise ConfigError(
                     "generate.options",
-                    f"options.{option} is of engine {' and '.join(owners)}, not of {name}",
+                    f"options.{option} belongs to engine {' and '.join(owners)}, not to {name}",
                     next="quiver keys generate.engine",
                 )
         return parse(ENGINES[name].options, options, "generate.options", is_section=True)

@@ -58,7 +58,7 @@ def with_code_hashes(config: Config, prompts: Version) -> Config:
         how = "without [generate.turns]" if saved is None else "for another environment"
         raise ConfigError(
             str(prompts.ref),
-            f"its prompts were rendered {how}, of which they show the opening and the tools",
+            f"its prompts were rendered {how}, and prompts show an environment's opening and tools",
             next="quiver prompt RECIPE",
         )
     return config.model_copy(update={"turns": turns})

@@ -54,7 +54,7 @@ class ResidentEngine:
                 reason = f"{type(error).__name__}: {printable(error)}"
         raise ResourceError(
             f"engine {printable(config.engine)}",
-            f"slept, and does not take {setup.policy.ref}: {reason}",
+            f"was asleep, and cannot load {setup.policy.ref}: {reason}",
             next="run the same command again",
         )
 

@@ -57,7 +57,7 @@ class Shards:
         unfinished = self.handout.unfinished()
         num_finished = self._count - len(unfinished)
         if num_finished:
-            log.info("taking up %d of %d shards that are finished", num_finished, self._count)
+            log.info("reusing %d of %d shards that are already finished", num_finished, self._count)
         num_rows = sum(len(self._range_of(index)) for index in unfinished)
         started_at = time.monotonic()
         logged_at = started_at

@@ -44,13 +44,13 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     Raises ConfigError.
     """
     if into is None:
-        raise ConfigError("stage average", "no run is named", next="say into which run it goes")
+        raise ConfigError("stage average", "no run is named", next="name the run to write into")
     versions = {role: store.open(refs[role]) for role in ("reference", "policy")}
     for version in versions.values():
         if checkpoints.is_adapter_alone(version):
             raise ConfigError(
                 str(version.ref),
-                "it holds an adapter alone, and whole weights are averaged",
+                "it holds only an adapter, and only whole weights can be averaged",
                 next='train with optimize.lora.save = "merged"',
             )
     models = tuple(checkpoints.model_entry(role, version) for role, version in versions.items())

@@ -99,7 +99,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             if not pc.all(is_finite, min_count=0).as_py():
                 raise NumericError(
                     str(policy.ref),
-                    f"gives a logprob that is not finite in rows {start} and on",
+                    f"gives a logprob that is not finite, in row {start} or one of the next",
                     next="set logprobs.precision = 'fp32'",
                 )
             num_tokens += _count_tokens(shard["logprobs"])
@@ -153,7 +153,7 @@ def _require_same_tokens(plan: Plan, policy: Version) -> None:
     policy_token = tokenizers[1].convert_ids_to_tokens(id)
     raise LineageError(
         str(policy.ref),
-        f"its tokenizer is not that of {sampler.ref}, which sampled: {len(differing)} "
+        f"its tokenizer is another than {sampler.ref} sampled with: {len(differing)} "
         f"{'special ' if all_special else ''}ids are other tokens, such as {id}, expected "
         f"{printable(repr(token))}, found "
         f"{printable(repr(policy_token)) if policy_token else 'none'}",

@@ -148,7 +148,7 @@ def plan(config: PolicyConfig, store: Store, refs: Refs, into: str | None = None
     SecurityError.
     """
     if into is None:
-        raise ConfigError("stage policy", "no run is named", next="say into which run it goes")
+        raise ConfigError("stage policy", "no run is named", next="name the run to write into")
     return Plan(
         store,
         stage="policy",
@@ -344,7 +344,7 @@ def adapter_base(store: Store, policy: Version) -> Version | None:
     base_input = policy.manifest.input("base")
     if base_input is None:
         return None
-    found_hash = "none of that name"
+    found_hash = "no such version"
     with suppress(LineageError):
         base = store.open(base_input.ref)
         if base.manifest.content_hash == base_input.content_hash:
@@ -353,11 +353,11 @@ def adapter_base(store: Store, policy: Version) -> Version | None:
     if is_adapter_alone(policy):
         state = "nothing was changed."
         advice = (
-            ": without it the adapter is no model. A base that a recipe imported is imported again "
-            "by its next run"
+            ": without it the adapter cannot be used. A base that a recipe imported is imported "
+            "again by its next run"
         )
     else:
-        state = "its merged weights are whole; nothing was changed."
+        state = "its merged weights are complete; nothing was changed."
         advice = f", or start a new run with policy.model = {str(policy.files.folder)!r}"
     raise LineageError(
         str(policy.ref),
@@ -387,7 +387,7 @@ def _read_json(version: Version, name: str) -> dict[str, Any]:
         return {}
     content = parse_object(version.files.read(name))
     if content is None or not isinstance(content.get("text_config") or {}, dict):
-        raise _unusable(version, f"{name} is no JSON object")
+        raise _unusable(version, f"{name} is not a JSON object")
     return content
 
 

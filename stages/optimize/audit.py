@@ -91,9 +91,9 @@ def _compare(
         report = {**_measure_rows(objective, batch, logprobs, unbiased_rows), "judged": "mean_gap"}
         if not report["mean_gap"] <= limit:
             raise _too_far(
-                f"{name} differ from the engine's by {report['mean_gap']:.4f} nats a token in the "
-                f"mean (at most {report['max_gap']:.3f}), allowed is "
-                f"optimize.audit.max_mean_gap = {limit}; the engine sampled with other weights, "
+                f"{name} differ from the engine's by {report['mean_gap']:.4f} nats a token on "
+                f"average (at most {report['max_gap']:.3f}), allowed is "
+                f"optimize.audit.max_mean_gap = {limit}. The engine sampled with other weights or "
                 "another temperature, or reported raw logprobs"
             )
     if biased_rows:
@@ -109,10 +109,10 @@ def _compare(
         )
         if not excess <= limit:
             raise _too_far(
-                f"{name} are above the engine's by {excess:.4f} nats a token in the mean, allowed "
-                f"is optimize.audit.max_mean_gap = {limit}; sampling was biased ({names}), so they "
-                "may be below them, and not above: the engine sampled with other weights, another "
-                "temperature, or reported raw logprobs"
+                f"{name} are above the engine's by {excess:.4f} nats a token on average, allowed "
+                f"is optimize.audit.max_mean_gap = {limit}. Biased sampling ({names}) can only put "
+                "them below: the engine sampled with other weights or another temperature, or "
+                "reported raw logprobs"
             )
         report = {**report, "biased": biased_report} if report else biased_report
     return report
@@ -124,8 +124,7 @@ def _too_far(message: str, next: str = "") -> NumericError:
         message,
         state="no weight was changed, no version was written.",
         next=next
-        or "generate with the very checkpoint that is trained, or raise "
-        "optimize.audit.max_mean_gap",
+        or "generate with the checkpoint that is trained, or raise optimize.audit.max_mean_gap",
     )
 
 
@@ -208,7 +207,7 @@ def _require_clip_beyond_noise(report: dict[str, Any], clip: float | None) -> No
         return
     raise _too_far(
         f"the trainer's logprobs differ from the engine's by {report['mean_gap']:.2g} nats a token "
-        f"in the mean, expected at most {clip / 10:.2g}, a tenth of the clip bound {clip:g}: the "
-        "ratio would be clipped for the engine's noise, since no proximal logprobs are given",
+        f"on average, expected at most {clip / 10:.2g}, a tenth of the clip bound {clip:g}. "
+        "Without proximal logprobs, the engine's noise would be clipped",
         "give proximal logprobs (stage logprobs, role prox), as a recipe does by itself",
     )

@@ -69,7 +69,7 @@ def check_lineage(config: Config, store: Store, version: RolloutSet) -> list[str
         if getattr(sampler, part) not in ("", getattr(allowed[-1], part)):
             raise LineageError(
                 str(rollouts.ref),
-                f"sampled by {sampler.ref}, whose {part} is another than that of {allowed[-1].ref}",
+                f"sampled by {sampler.ref}, whose {part} differs from {allowed[-1].ref}'s",
                 next="generate with the starting checkpoint, or start from the one that sampled",
             )
     prox = version.inputs.get("prox")
@@ -78,9 +78,9 @@ def check_lineage(config: Config, store: Store, version: RolloutSet) -> list[str
     elif config.prox_of == "start":
         raise ConfigError(
             "optimize.prox_of",
-            f"'start' needs proximal logprobs, none are given of {rollouts.ref}",
-            next=f"compute them under {version.inputs['policy'].ref} (stage logprobs, role prox), "
-            "or take 'behaviour'",
+            f"'start' needs proximal logprobs of {rollouts.ref}, none are given",
+            next=f"compute them under {version.inputs['policy'].ref} (stage logprobs, role "
+            "prox), or take 'behaviour'",
         )
     biased = biases(rollouts.manifest.config_section("sampling"))
     if biased and not config.allow_biased_sampling:
@@ -115,7 +115,7 @@ def _check_prox(config: Config, version: RolloutSet, prox: Version) -> None:
         found = ", ".join(f"{other[:12]}…" for other in sorted(computed_by)) or "no model"
         raise LineageError(
             str(prox.ref),
-            f"proximal logprobs are those of the policy that {description}, expected weights "
+            f"proximal logprobs must be under the policy that {description}: expected weights "
             f"{policy.weights[:12]}…, found {found}; optimize.prox_of is {config.prox_of!r}",
             next=f"compute those of {version.rollouts.ref} under {policy.ref}",
         )
@@ -147,8 +147,7 @@ def check_schedule(config: Config, policy: Version) -> None:
         raise ConfigError(
             "optimize.total_steps",
             f"schedule {config.schedule!r} is at learning rate 0 from step {config.total_steps} "
-            f"on, {policy.ref} has {first} steps "
-            "behind it: nothing would be learned",
+            f"on, and {policy.ref} has taken {first} steps: nothing would be learned",
             next=f"raise optimize.total_steps above {first + steps - 1}",
         )
     if first + steps > config.total_steps:

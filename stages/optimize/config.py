@@ -399,7 +399,7 @@ class Config(base.Config):
             )
         if self.lora and self.train_vision:
             raise ValueError(
-                "adapters are of the language model alone: leave train_vision out, or lora"
+                "adapters change only the language model: leave train_vision or lora out"
             )
         is_narrow = self.precision == "bf16_stochastic"
         if is_narrow and (self.lora or self.critic == "model"):
@@ -421,7 +421,7 @@ class Config(base.Config):
             )
         if saves_rounded and self.lora and self.lora.save == "adapter":
             raise ValueError(
-                "save_dtype is of merged weights, and lora.save = 'adapter' saves none: leave one "
+                "save_dtype is for merged weights, and lora.save = 'adapter' saves none: leave one "
                 "out"
             )
         if self.shard and is_narrow:
@@ -432,11 +432,11 @@ class Config(base.Config):
         if self.kl_in_reward and self.kl_coef == 0:
             raise ValueError("kl_in_reward needs kl_coef > 0")
         if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError("kl_target needs kl_coef > 0, where the coefficient begins")
+            raise ValueError("kl_target needs kl_coef > 0, the coefficient's start value")
         if self.mask_counted and self.on_length != "mask":
             raise ValueError(
-                "mask_counted says how what on_length = 'mask' leaves out is counted: set that "
-                "too, or leave mask_counted out"
+                "mask_counted applies only with on_length = 'mask': set that too, or leave "
+                "mask_counted out"
             )
         if self.trackers and not self.tracker_folder:
             raise ValueError("trackers need tracker_folder, the folder that they write to")
@@ -467,8 +467,8 @@ class Config(base.Config):
             accepted = algorithms.OPTIONS[algorithm.surrogate]
             for name in sorted(self.surrogate_options().keys() - {*accepted}):
                 raise ValueError(
-                    f"{name} is no option of algorithm {algorithm.name!r}: leave it out; it takes "
-                    f"{', '.join(accepted)}"
+                    f"{name} is not an option of algorithm {algorithm.name!r}: leave it out; it "
+                    f"takes {', '.join(accepted)}"
                 )
             self._check_algorithm(algorithm)
         return self
@@ -496,8 +496,8 @@ class Config(base.Config):
         advantage = self.turn_advantage or self.advantage or algorithm.advantage
         if advantage == "part_normalized" and self.kl_in_reward:
             raise ValueError(
-                "kl_in_reward would have no effect: 'part_normalized' looks at the parts of the "
-                "reward alone. Leave it out; kl_coef is then of the loss"
+                "kl_in_reward would have no effect: 'part_normalized' uses only the parts of the "
+                "reward. Leave it out; kl_coef then belongs to the loss"
             )
         for name in self.advantage_options():
             if name not in ADVANTAGE_OPTIONS.get(advantage, ()):
@@ -538,8 +538,8 @@ class Config(base.Config):
             problem = "it is an advantage itself: leave advantage out"
         elif self.kl_in_reward:
             problem = (
-                "kl_in_reward takes the KL off the reward of the whole: leave it out, kl_coef is "
-                "then of the loss"
+                "kl_in_reward subtracts the KL from the whole rollout's reward: leave it out; "
+                "kl_coef then belongs to the loss"
             )
         if problem:
             raise ValueError(f"credit = 'turn' does not go with this: {problem}")

@@ -65,7 +65,7 @@ def open_inputs(
         equal = rollouts_by_content.setdefault(version.manifest.content_hash, version)
         if equal is not version:
             is_same = equal.ref == version.ref
-            problem = "is given twice" if is_same else f"holds the very rows of {equal.ref}"
+            problem = "is given twice" if is_same else f"holds the same rows as {equal.ref}"
             raise ConfigError(str(version.ref), problem, next="name each version of rollouts once")
     if not rollouts_by_content:
         raise ConfigError("optimize", "no rollouts are given", next="name a version of rollouts")
@@ -132,11 +132,11 @@ def _in_order_of(
     for version in versions:
         source = version.manifest.input("rollouts")
         if source is None or source.content_hash not in rollouts:
-            source_name = source.ref if source else "no rollouts that its manifest names"
+            source_name = source.ref if source else "no rollouts"
             expected = " or ".join(str(sampled.ref) for sampled in rollouts.values())
             raise LineageError(
                 str(version.ref),
-                f"made of {source_name}, not of {expected}",
+                f"was made of {source_name}, not of {expected}",
                 next=f"name {_NAMES[role]} of {expected}",
             )
         equal = versions_by_content.setdefault(source.content_hash, version)
@@ -161,13 +161,13 @@ def _require_one_reference(versions: list[Version]) -> None:
     """Raise LineageError unless all logprobs are of one reference: the KL term needs a single one,
     even with several sampling policies."""
     models = [version.manifest.model("ref") for version in versions]
-    unknown = "no model that its manifest names"
+    unknown = "an unnamed model"
     for version, model in zip(versions, models, strict=True):
         if (model and model.weights) != (models[0] and models[0].weights):
             raise LineageError(
                 str(version.ref),
-                f"logprobs under {model.ref if model else unknown}, those of {versions[0].ref} are "
-                f"under {models[0].ref if models[0] else unknown}",
+                f"its logprobs are under {model.ref if model else unknown}, but "
+                f"{versions[0].ref}'s are under {models[0].ref if models[0] else unknown}",
                 next=f"compute those of {version.ref} under the same reference (stage logprobs)",
             )
 
@@ -198,9 +198,10 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
         raise ConfigError(
             f"optimize.lora {policy.ref}",
             f"its adapter has {expected}, the recipe asks for {asked}",
-            next="ask for what it has"
+            next="set the same in the recipe"
             + (
-                ", or go on with optimize.lora.save = 'merged' and start anew from that"
+                ", or continue with optimize.lora.save = 'merged', and start a new adapter from "
+                "that policy"
                 if checkpoints.is_adapter_alone(policy)
                 else f", or start a new run with policy.model = {str(policy.files.folder)!r}"
             ),
@@ -218,7 +219,7 @@ def has_optimizer_state(config: Lora | None, policy: Version) -> bool:
     has_adapters = config is not None
     if had_adapters != has_adapters:
         log.warning(
-            "%s was trained by %s, now it is %s: the moments start anew",
+            "%s was trained by %s, now it is %s: the moments start from zero",
             policy.ref,
             trained[had_adapters],
             trained[has_adapters],
@@ -301,7 +302,7 @@ def require_own_ids(versions: Sequence[RolloutSet]) -> None:
         if len(both):
             raise LineageError(
                 str(one.rollouts.ref),
-                f"{len(both)} rollout ids stand in {other.rollouts.ref} too, such as "
+                f"{len(both)} rollout ids are also in {other.rollouts.ref}, such as "
                 f"{both[0].as_py()!r}",
                 next=f"name {one.rollouts.ref} or {other.rollouts.ref}, not both",
             )
@@ -333,7 +334,7 @@ def turn_rewards(version: RolloutSet) -> pa.ListArray:
         row = int(differs[0])
         raise SchemaError(
             str(version.inputs["rewards"].ref),
-            f"{len(differs)} scored rollouts have not one turn reward a turn, such as "
+            f"{len(differs)} scored rollouts do not have one turn reward per turn, such as "
             f"{printable(table['rollout_id'][row].as_py())}: it has {counts[row]} turns, found "
             f"{lengths[row]} turn_rewards",
             next=f"score {version.rollouts.ref} again",

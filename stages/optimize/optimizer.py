@@ -342,7 +342,7 @@ class SavedState:
                 for key in ("exp_avg", "exp_avg_sq"):
                     expected[f"{key}.{number}"] = (parameter.shape, torch.float32)
         if {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} != expected:
-            raise ValueError("its tensors are not those of this training")
+            raise ValueError("its tensors do not belong to this training")
 
     def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
         """Restore the result of `state`."""

@@ -131,9 +131,9 @@ def first_clip_fraction(trainer: Trainer) -> float | None:
     share = trainer.updates[0]["clip_fraction"]
     if share > 0:
         log.warning(
-            "the first step clipped %.2g of its tokens, though no weight had changed: the ratio's "
-            "denominator is off by numerics; [logprobs] prox = true takes it from the trainer, in "
-            "the precision of [logprobs]",
+            "the first step clipped %.2g of its tokens, although no weight had changed: the "
+            "ratio's denominator differs numerically from the trainer's logprobs; [logprobs] prox "
+            "= true takes it from the trainer, in the precision of [logprobs]",
             share,
         )
     return share

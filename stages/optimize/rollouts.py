@@ -258,8 +258,8 @@ def _advantages_of(
     if num_scored >= 2 and int(joined.groups.bincount().max()) < 2:
         raise ConfigError(
             f"optimize.algorithm {config.algorithm}",
-            "needs two rollouts of a prompt at least, found one of each of "
-            f"{len(joined.groups)} prompts",
+            f"needs at least two rollouts per prompt, found one for each of {len(joined.groups)} "
+            "prompts",
             next="set generate.samples_per_prompt >= 2, or use reinforce_pp or ppo, which need no "
             "group",
         )
@@ -279,8 +279,8 @@ def _advantages_of(
     are_cut = num_cut > len(rewards) / 2
     raise NumericError(
         ", ".join(names),
-        f"{num_scored} of {len(rewards)} rollouts are scored, no advantage can be computed of "
-        f"them; a group algorithm needs two of a prompt; ended: {in_words or 'none'}",
+        f"{num_scored} of {len(rewards)} rollouts are scored, which is too few for an advantage: a "
+        f"group algorithm needs two per prompt; ended: {in_words or 'none'}",
         next=way_to_end(joined.versions[0].rollouts.manifest, longest)
         if are_cut
         else f"quiver show {names[0]}",
@@ -299,7 +299,7 @@ def _parts(config: Config, versions: list[RolloutSet]) -> dict[str, Tensor]:
         if manifest.stage == "override":
             raise ConfigError(
                 f"optimize.algorithm {config.algorithm}",
-                f"looks at the parts of the rewards, and {manifest.ref} corrects their sums alone",
+                f"needs the parts of the rewards, and {manifest.ref} corrects only their sums",
                 next=f"name {manifest.require_input('rewards').ref}, or take grpo",
             )
         scorers = [

@@ -74,7 +74,9 @@ class ShardedPolicy(Policy):
         trunks = [trunk for trunk in (model, self.value_trunk) if trunk is not None]
         layers = [layer for trunk in trunks for layer in layers_of(trunk)]
         if not layers:
-            log.warning("transformers names no layers of this model: all of it is whole in a pass")
+            log.warning(
+                "transformers names no layers of this model, so each pass gathers the whole model"
+            )
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         in_layers = {module for layer in layers for module in layer.modules()}
         for layer in layers:
@@ -158,7 +160,7 @@ class ShardedTrainer(Trainer):
             raise ConfigError(
                 f"model {type(self.model).__name__}",
                 "runs one rollout at a time, and rollouts whose history was rewritten take several "
-                "passes each: ranks would not come out even",
+                "passes each: the ranks would need different numbers of passes",
                 next="set optimize.shard = false",
             )
 

@@ -34,7 +34,7 @@ def identified(config: Config) -> Config:
     if config.raw_text or config.input == "prompt_ids":
         raise ConfigError(
             "data.raw_text" if config.raw_text else "data.prompt_ids",
-            "a prompt for [generate.turns] is a chat, which the policy's template writes",
+            "a prompt for [generate.turns] must be a chat, which the policy's template writes",
             next="name a column with a chat in data.messages, or with text in data.prompt",
         )
     return config.model_copy(update={"turns": config.turns.with_fingerprint()})

@@ -38,7 +38,7 @@ def name_rows(config: Config, table: pa.Table) -> list[str]:
         if cell in (None, ""):
             problem = "is empty"
         elif name in names:
-            problem = f"stands in row {names[name] + 1} too"
+            problem = f"is also in row {names[name] + 1}"
         if problem:
             raise ConfigError(
                 f"source {printable(config.source)} row {row + 1}",
@@ -164,6 +164,6 @@ def _require_same_source(config: Config, rewards: Version, store: Store) -> None
         raise LineageError(
             str(rewards.ref),
             f"measured rows of {manifest.config.get('source', 'no prompts that are known')}, not "
-            f"those of {config.source} as it is now",
+            f"the current rows of {config.source}",
             next="name rewards of the same rows, or none",
         )

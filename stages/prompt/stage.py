@@ -152,6 +152,6 @@ def _longest_prompt(config: Config, policy: Version) -> int | None:
             "prompt.reserve_tokens",
             f"{config.reserve_tokens}, by default generate.sampling.max_tokens, leaves no room for "
             f"a prompt in the context of {context} tokens",
-            next="lower generate.sampling.max_tokens, or prompt.reserve_tokens where it is set",
+            next="lower generate.sampling.max_tokens, or prompt.reserve_tokens if it is set",
         )
     return min(room, config.max_prompt_tokens or room)

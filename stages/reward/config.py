@@ -94,15 +94,15 @@ class Config(Base):
         names = [scorer.name for scorer in self.scorers]
         if not names:
             raise ValueError(
-                "nothing scores: name something under [[reward.functions]], [[reward.models]] or "
+                "there is no scorer: add one under [[reward.functions]], [[reward.models]] or "
                 "[[reward.servers]]"
             )
         for name in sorted(names):
             if names.count(name) > 1:
-                raise ValueError(f"name {name} stands twice: give each a name of its own")
+                raise ValueError(f"name {name} is used twice: give each scorer a name of its own")
         if self.overlong and OVERLONG in names:
             raise ValueError(
-                f"name {OVERLONG} is the penalty's column in parts: give what scores another name"
+                f"name {OVERLONG} is the penalty's column in parts: give the scorer another name"
             )
         return self
 
@@ -136,7 +136,7 @@ def with_fingerprints(
                 raise ConfigError(
                     f"reward {scorer.name}",
                     f"fingerprint expected {printable(scorer.fingerprint)}, found {fingerprint}",
-                    next="restore what scored then, or run again without that fingerprint",
+                    next="restore that scorer, or run again without the fingerprint",
                 )
             scorers[kind] += (scorer.model_copy(update={"fingerprint": fingerprint}),)
     return config.model_copy(update=scorers), models

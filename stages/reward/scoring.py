@@ -125,7 +125,7 @@ def require_columns(owner: str, needs: Iterable[str], columns: Iterable[str]) ->
         if missing in OF_TURNS:
             raise ConfigError(
                 owner,
-                f"needs {missing}, which episodes alone have",
+                f"needs {missing}, which only episodes have",
                 next="add [generate.turns] to the recipe, or name rollouts of several turns",
             )
         raise ConfigError(

@@ -345,7 +345,7 @@ def _said(member: Any) -> str:
     """Return the text of an object that JSON cannot hold. Raises TypeError if it has none."""
     text = str(member)
     if " at 0x" in text:  # an address changes from run to run and says nothing
-        raise TypeError(f"a {type(member).__name__} is no text, and cannot be written as JSON")
+        raise TypeError(f"a {type(member).__name__} is not text, and cannot be written as JSON")
     return text
 
 

@@ -64,7 +64,7 @@ class EnvironmentConfig(Config):
         if bool(self.environment) == bool(self.tools):
             raise ValueError("name an environment or tools, one of the two")
         if self.tools and self.arguments:
-            raise ValueError("arguments are an environment's; tools take none")
+            raise ValueError("arguments belong to an environment; tools take none")
         entries = ENVIRONMENTS if self.environment else TOOLS
         for source in self.sources:
             before, _, behind = source.partition(":")
@@ -73,8 +73,8 @@ class EnvironmentConfig(Config):
             if not behind or before == "python":
                 names = ", ".join(name if name == "python" else f"{name}:…" for name in entries)
                 raise ValueError(
-                    f"{printable(repr(source))} is no such name, expected file.py:name, "
-                    f"module:name, or one of {names}{did_you_mean(before, entries)}"
+                    f"{printable(repr(source))} is not known, expected file.py:name, module:name, "
+                    f"or one of {names}{did_you_mean(before, entries)}"
                 )
         return self
 

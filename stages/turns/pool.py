@@ -364,8 +364,8 @@ class _Slot:
                 raise _Again(answer.error)
             if answer.step._replace(info=None) != expected._replace(info=None):
                 raise _Again(
-                    "it answered otherwise: the environment does not depend on seed, row and "
-                    "turns alone"
+                    "it answered differently: the environment depends on more than seed, row and "
+                    "turns"
                 )
         record.process_number = self._process_number
 

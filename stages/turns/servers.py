@@ -123,7 +123,7 @@ def open_openenv(url: str, arguments: dict[str, Any]) -> Factory:
     """
     unknown = sorted(set(arguments) - {"action_key", "text_key"})
     if unknown or not url.startswith(("http://", "https://")):
-        problem = f"unknown argument {printable(unknown[0])}" if unknown else "is no URL"
+        problem = f"unknown argument {printable(unknown[0])}" if unknown else "is not a URL"
         raise ConfigError(
             f"generate.turns.environment openenv:{printable(url)}",
             f"{problem}; expected openenv:http://… with action_key and text_key as arguments",

@@ -41,10 +41,13 @@ def recipe(tmp_path):
         ("optimize.learning_rate=fast", "optimize.learning_rate: Input should be a valid number"),
         ("iterations=0", "iterations: Input should be greater than or equal to 1, got 0"),
         ("run='No Spaces'", "run: String should match pattern"),
-        ("run=tiny.eval", "run: may not end in .eval: runs of that form are made beside it"),
-        ("run=tiny.ref", "run: may not end in .ref"),
-        ("run=tiny..a", "run: may hold no two dots in a row and none at its end, got 'tiny..a'"),
-        ("run=tiny.", "none at its end"),
+        (
+            "run=tiny.eval",
+            "run: must not end in .eval: Quiver gives such names to a run's side runs",
+        ),
+        ("run=tiny.ref", "run: must not end in .ref"),
+        ("run=tiny..a", "run: must not have two dots in a row, or end in a dot, got 'tiny..a'"),
+        ("run=tiny.", "end in a dot"),
         ("optimize.algorithm=grop", "did you mean grpo?"),
         (
             "data.held_out={split_name='x'}",
@@ -322,7 +325,7 @@ def test_numbers_without_end_are_told(tmp_path):
     ("setting", "said"),
     [
         ("seed=9223372036854775808", "seed is a number of more than 64 bits"),
-        ("data.arguments={x=nan}", "arguments.x is no finite number"),
+        ("data.arguments={x=nan}", "arguments.x is not a finite number"),
         ('data.source="a\\u0000.jsonl"', "data.source has a NUL character"),
         ('data.arguments={"a": ["\\ud800"]}', "data.arguments.a.0 has a lone surrogate"),
         ("data.arguments.a=" + "[" * 101 + "]" * 101, "is nested more than 100 levels deep"),

@@ -322,7 +322,7 @@ def test_the_line_of_the_run_is_told_of_and_others_are_named(store):
     assert line() == ([1, 2], [four, three], [zero, one])
     assert line(three) == ([3], [two, four], [zero, three])
     page = Page(report.render(store, gather(store, "bench")))
-    assert f"Not shown: {four}, {three}, which" in page.words
+    assert f"Not shown: {four}, {three}, where" in page.words
 
 
 def test_a_line_that_was_deleted_is_not_followed(store):

@@ -185,9 +185,9 @@ def leave(place, monkeypatch):
     ("happen", "changed", "closes", "reason"),
     [
         (kill, {}, False, ""),
-        (fail_next, {}, True, "does not take p1/policy@0: RuntimeError: the device is gone"),
-        (edit, {}, True, "does not take p1/policy@0: it was made for another engine, or for other"),
-        (leave, {"config": {"max_model_len": 32}}, True, "does not take p1/policy@0: it was made"),
+        (fail_next, {}, True, "cannot load p1/policy@0: RuntimeError: the device is gone"),
+        (edit, {}, True, "cannot load p1/policy@0: it was made for another engine, or for other"),
+        (leave, {"config": {"max_model_len": 32}}, True, "cannot load p1/policy@0: it was made"),
     ],
 )
 def test_in_doubt_a_fresh_engine_replaces_it(
@@ -198,7 +198,7 @@ def test_in_doubt_a_fresh_engine_replaces_it(
     run_two(place, lambda: happen(place, monkeypatch), **changed)
     assert events(place) == ["start", "sleep", *["close"] * closes, "start", "sleep"]
     assert "resident" not in engine_info(place, "tiny/rollouts@2")
-    lines = [line for line in caplog.messages if "once more, in a fresh process" in line]
+    lines = [line for line in caplog.messages if "trying again in a fresh process" in line]
     assert len(lines) == bool(reason) and all(reason in line for line in lines)
 
 
@@ -252,7 +252,10 @@ VLLM = "generate.engine='vllm'"
     [
         ([VLLM], "CPU build repacks weights"),
         (["generate.engine='transformers'"], "nothing to keep"),
-        (["generate.engine='mine.py:Engine'", "placement.generate='gpus'"], "of its own each time"),
+        (
+            ["generate.engine='mine.py:Engine'", "placement.generate='gpus'"],
+            "a new process for each call",
+        ),
         ([VLLM, "generate.options.engine_args.quantization='fp8'"], "engine_args"),
         ([VLLM, "data.images='pictures'"], "pictures"),
         ([VLLM, "optimize.lora.save='adapter'"], "serves an adapter"),

@@ -46,7 +46,7 @@ def test_the_manifest_is_held_to_its_files(store):
     rewrite(version, rows=5)
     assert "says 5 rows" in said(store)
     rewrite(version, rows=4, content_hash="0" * 64)
-    assert "content_hash is not that of its files" in said(store)
+    assert "content_hash does not match its files" in said(store)
 
 
 def test_other_content_under_a_number_is_told(store):
@@ -76,7 +76,7 @@ def test_models_are_held_to_their_hashes(store, policy):
     for number, part in ((2, "weights"), (3, "tokenizer")):
         other = model.model_copy(update={part: "f" * 64})
         ref = commit(store, Settings(seed=number), models=(other,)).ref
-        assert f"{ref}: model tiny/policy@0 is not what it was" in said(store)
+        assert f"{ref}: model tiny/policy@0 has changed" in said(store)
     outside = ModelEntry(role="judge", ref="some/model", weights="w", tokenizer="t", template="t")
     commit(store, Settings(seed=4), models=(outside,))
     assert len(verify(store)[1]) == 2, "what is not in the store is not looked for"
@@ -140,7 +140,7 @@ def test_what_was_made_of_other_content_is_told(store):
     shutil.rmtree(first.files.folder)
     shutil.copytree(other.files.folder, first.files.folder)
     shutil.rmtree(store.path / "a/logprobs/.ledger")
-    assert "input a/logprobs@1 is not what it was" in said(Store(store.path), "a/logprobs@2")
+    assert "input a/logprobs@1 has changed" in said(Store(store.path), "a/logprobs@2")
 
 
 def test_a_file_that_crashes_its_reader_crashes_a_child_alone(tmp_path, crashes):
@@ -354,5 +354,7 @@ def test_an_input_of_another_kind_than_its_role_is_told(store, policy):
         work.write(0, rewards.table())
         wrong = work.commit()
     assert open_input(store, rewards, "rollouts").ref == rollouts.ref
-    with pytest.raises(LineageError, match="its rollouts are tiny/rewards@1"):
+    with pytest.raises(
+        LineageError, match="its rollouts must be a version of rollouts, found tiny/rewards@1"
+    ):
         open_input(store, wrong, "rollouts")

@@ -224,6 +224,6 @@ def run_stage(
         outcome = find_or_make(call, opened) if in_process else find_outcome(call) or run_call(call)
     except BusyError as error:
         if getattr(load_stage(stage), "SHARED", False) and not force and not share:
-            error.next += "; or make all these calls with share=True, and they do it together"
+            error.next += "; or make all these calls with share=True, so that they share the work"
         raise
     return opened.resolve(outcome.ref)

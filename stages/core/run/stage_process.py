@@ -197,7 +197,7 @@ class StageProcess:
             return answer, ""
         how = ending(self.process.wait())
         last_words = printable(" / ".join(reversed(last_lines)))
-        return None, f"its process ended {how} without an answer; last words: {last_words}"
+        return None, f"its process ended {how} without an answer; its last output: {last_words}"
 
     def _answer(self) -> dict[str, Any] | None:
         return json.loads(self._answer_path.read_text()) if self._answer_path.exists() else None
@@ -260,11 +260,11 @@ def ask(
                 f"stage {stage}",
                 problem,
                 state="finished shards and all versions are kept.",
-                next="run the same command again; it goes on where this one stopped",
+                next="run the same command again; it continues where this one stopped",
             )
         if timeout is not None:
             timeout = max(0.1, timeout - time.monotonic() + started_at)
-        user_log.info("stage %s: once more, in a fresh process: %s", stage, problem)
+        user_log.info("stage %s: trying again in a fresh process: %s", stage, problem)
         child = None
 
 

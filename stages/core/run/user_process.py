@@ -148,7 +148,7 @@ class UserProcess(Process):
             message = _Message.model_validate(json.loads(received))
             expected = (self._key, self._num_asked, self._num_pieces)
             if (message.key, message.number, message.piece) != expected:
-                raise Surplus("after an answer too many")
+                raise Surplus("after one answer too many")
             self._num_pieces += 1
             return kind.model_validate(message.answer)
         except (EOFError, OSError):

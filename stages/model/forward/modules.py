@@ -69,7 +69,7 @@ def fuse_modules(model: nn.Module) -> int:
     for name, error in problems.items():
         log.warning("%s: its kernels do not run here (%s)", name, error)
     for name in sorted(others):
-        log.info("%s: runs without kernels, for they would compute something else", name)
+        log.info("%s: runs without kernels, because they would compute something else", name)
     return num_replaced
 
 

@@ -60,7 +60,7 @@ def load_pictures(
     if sampler.processor != checkpoints.model_entry("policy", policy).processor:
         raise LineageError(
             str(rollouts.ref),
-            f"{sampler.ref} read its pictures by another processor than {policy.ref} has",
+            f"{sampler.ref} read its pictures with another processor than {policy.ref} has",
             next=f"name a policy with the processor of {sampler.ref}",
         )
     processor = load_processor(policy)

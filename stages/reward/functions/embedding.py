@@ -67,8 +67,8 @@ def _embed(texts: list[str], model: str, pooling: str, cut: bool) -> torch.Tenso
     length = max(map(len, rows))
     if length > longest:
         raise ValueError(
-            f"a text has {length} tokens, the embedding model reads {longest}; arguments = {{ cut "
-            "= true }} reads so far"
+            f"a text has {length} tokens, the embedding model reads {longest}; arguments = "
+            "{ cut = true } reads only that many"
         )
     embeddings = []
     for start in range(0, len(rows), _BATCH):  # sorted by length, so little is padded

@@ -118,8 +118,8 @@ class ModelConfig(ScorerConfig):
         for name in foreign:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{name} is no field of kind {self.kind!r}: leave it out, or choose the other "
-                    "kind"
+                    f"{name} is not a field of kind {self.kind!r}: leave it out, or choose the "
+                    "other kind"
                 )
         if self.engine_args and self.engine != "vllm":
             raise ValueError(f"engine_args are for engine 'vllm', got engine {self.engine!r}")
@@ -182,7 +182,7 @@ def check(config: ModelConfig) -> ModelFolder:
         }
         labels = [str(label_of[number]) for number in sorted(label_of, key=int)]
     except (TypeError, ValueError, KeyError) as error:
-        problem = f"config.json: its labels cannot be told: {printable(error)}"
+        problem = f"config.json: its labels cannot be read: {printable(error)}"
         raise ConfigError(config.title, problem, next="name another model") from None
     if config.engine == "vllm":
         vllm_env.find_build(config.title)

@@ -60,7 +60,8 @@ class Function:
         if not self.is_told:
             self.is_told = True
             log.warning(
-                "%s: a call on %d rows failed (%s); where one does, its rows are called one by one",
+                "%s: a call on %d rows failed (%s); after a failed call, its rows are called one "
+                "by one",
                 self.config.name,
                 num_rows,
                 why,

@@ -70,6 +70,6 @@ def test_a_model_without_adapters_in_vllm_is_refused(tmp_path):
     alone = world.trained(store, start, inputs, world.config(lora={"rank": 4, "save": "adapter"}))
     refs = {"prompts": random_prompts(store, 2).ref, "policy": alone.ref}
     config = {"options": {"cpu_kv_cache_gib": 0.01}, "sampling": {"max_tokens": 4}}
-    with pytest.raises(ConfigError, match="takes no adapter like that of tiny/policy@1") as caught:
+    with pytest.raises(ConfigError, match="cannot load the adapter of tiny/policy@1") as caught:
         run_stage("generate", config, store, **refs)
     assert 'optimize.lora.save = "merged"' in caught.value.next

@@ -76,6 +76,6 @@ def test_rows_are_those_of_the_engine_in_a_process_of_its_own(world):
 
 def test_raw_logprobs_are_refused(world):
     store, policy, urls = world
-    with pytest.raises(ConfigError, match="its logprobs are not those of") as caught:
+    with pytest.raises(ConfigError, match="its logprobs do not belong to") as caught:
         sample(store, policy, urls["raw_logprobs"], force=True)
     assert "--logprobs-mode processed_logprobs" in caught.value.next

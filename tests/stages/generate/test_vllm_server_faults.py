@@ -172,9 +172,9 @@ def with_logprob(answer, logprob):
 
 
 ENDING = {
-    "-9999": (lambda answer: with_logprob(answer, -9999.0), NumericError, "is no number"),
-    "null": (lambda answer: with_logprob(answer, None), NumericError, "is no number"),
-    "NaN": (lambda answer: with_logprob(answer, float("nan")), NumericError, "is no number"),
+    "-9999": (lambda answer: with_logprob(answer, -9999.0), NumericError, "is not a number"),
+    "null": (lambda answer: with_logprob(answer, None), NumericError, "is not a number"),
+    "NaN": (lambda answer: with_logprob(answer, float("nan")), NumericError, "is not a number"),
     "slow": (lambda answer: asyncio.sleep(30), ResourceError, r"no whole answer within 0\.1 s"),
     "another name": (
         lambda answer: {**answer, "model": "f" * 64},
@@ -243,7 +243,7 @@ WRONG = {
     "weights loaded now": (LineageError, {"labels": ["a", "default"]}, "later, as a, default"),
     "a short context": (ConfigError, {"card": {"max_model_len": 12}}, "max_model_len is 12"),
     "raw logprobs": (ConfigError, {"probe_logprob": -5.5}, r"has \[-5\.5, -5\.5\], expected 0\.0"),
-    "no logprob": (NumericError, {"probe_logprob": None}, "is no number"),
+    "no logprob": (NumericError, {"probe_logprob": None}, "is not a number"),
     "no list of models": (ResourceError, {"card": {"id": 7}}, r"data\.0\.id: Input should be"),
 }
 

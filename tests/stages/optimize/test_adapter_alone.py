@@ -128,9 +128,9 @@ def test_its_base_is_needed(store, policy, made, alone):
         remove(store, policy.ref)
     assert store.open(policy.ref).manifest and verify(store)[1] == []
     shutil.rmtree(policy.files.folder)
-    with pytest.raises(LineageError, match="found none of that name") as caught:
+    with pytest.raises(LineageError, match="found no such version") as caught:
         run_here("logprobs", {}, store, policy=alone.ref, rollouts=made[0].ref)
-    assert "without it the adapter is no model" in caught.value.next
+    assert "without it the adapter cannot be used" in caught.value.next
     assert caught.value.state == "nothing was changed."
 
 
@@ -152,11 +152,11 @@ def test_a_changed_adapter_is_found(store, policy, alone):
 
 
 def test_where_whole_weights_are_needed_it_is_refused(store, policy, alone):
-    with pytest.raises(ConfigError, match="holds an adapter alone") as caught:
+    with pytest.raises(ConfigError, match="holds only an adapter") as caught:
         resolve(PolicyConfig(model=str(alone.files.folder)))
     assert 'optimize.lora.save = "merged"' in caught.value.next
     refs = {"reference": policy.ref, "policy": alone.ref}
-    with pytest.raises(ConfigError, match="whole weights are averaged"):
+    with pytest.raises(ConfigError, match="only whole weights can be averaged"):
         run_here("average", {"rate": 0.1}, store, into="ema", **refs)
 
 

@@ -142,7 +142,7 @@ def heated(row: dict) -> dict:
 
 CASES = {
     "group too small": Case(
-        "E-CONFIG", 2, "optimize.algorithm grpo", ["two rollouts of a prompt", "one of each of 16"],
+        "E-CONFIG", 2, "optimize.algorithm grpo", ["two rollouts per prompt", "one for each of 16"],
         "samples_per_prompt >= 2", rows=alone,
     ),
     "kl_coef without a reference": Case(
@@ -155,7 +155,7 @@ CASES = {
         rows=lambda row: {**row, "temperature": 0.0} if row["rollout_id"] == "r-001-2" else row,
     ),
     "temperatures that the logprobs were not sampled at": Case(
-        "E-NUMERIC", 8, "optimize audit", ["max_mean_gap = 0.1", "another temperature"], "the very checkpoint", rows=heated
+        "E-NUMERIC", 8, "optimize audit", ["max_mean_gap = 0.1", "another temperature"], "with the checkpoint that is trained", rows=heated
     ),
     "no scored rollout": Case(
         "E-NUMERIC", 8, "tiny/rewards@2", ["0 of 16 rollouts are scored"], "raise generate.sampling.max_tokens", score=lambda row: None

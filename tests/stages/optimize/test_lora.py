@@ -153,7 +153,9 @@ def test_the_audit_compares_base_and_adapter_with_what_the_merged_weights_sample
 def test_whole_weights_may_follow_adapters_and_the_reverse(store, policy, made, caplog):
     adapted = world.trained(store, policy, made, _config())
     whole = world.trained(store, adapted, made, _again(lora=None))
-    assert "trained by adapters, now it is whole weights: the moments start anew" in caplog.text
+    assert (
+        "trained by adapters, now it is whole weights: the moments start from zero" in caplog.text
+    )
     assert not (whole.files.folder / "adapter").exists() and whole.manifest.input("base") is None
     before, after = world.weights(adapted), world.weights(whole)
     assert not any(torch.equal(before[name], after[name]) for name in before)
@@ -290,7 +292,7 @@ def test_an_adapter_of_another_model_is_refused(store, policy, made):
 def test_a_base_that_is_gone_or_changed_is_refused(store, policy, made):
     first = world.trained(store, policy, made, _config())
     shutil.rmtree(policy.files.folder)
-    gone = "trained over tiny/policy@0, expected .*, found none of that name"
+    gone = "trained over tiny/policy@0, expected .*, found no such version"
     with pytest.raises(LineageError, match=gone) as caught:
         world.trained(store, first, made, _again())
     assert str(first.files.folder) in caught.value.next

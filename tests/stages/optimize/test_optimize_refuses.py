@@ -29,7 +29,7 @@ def test_the_same_weights_with_another_tokenizer_or_template_are_refused(
     folder = make_folder(tmp_path / "model")
     (folder / file).write_text((folder / file).read_text() + "\n")
     other = run_here("policy", PolicyConfig(model=str(folder)), store, into="other")
-    with pytest.raises(LineageError, match=f"whose {part} is another than that of other/policy@0"):
+    with pytest.raises(LineageError, match=f"whose {part} differs from other/policy@0's"):
         _run(store, store.open(other), made)
 
 

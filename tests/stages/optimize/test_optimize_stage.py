@@ -177,7 +177,7 @@ def test_what_belongs_to_other_rollouts_or_policies_is_refused(store, policy, ma
     with pytest.raises(LineageError, match="not of"):
         _run(store, policy, (others, made[1]))
     nameless = world.write_rewards(store, made[0], world.even_share, inputs={})
-    with pytest.raises(LineageError, match="no rollouts that its manifest names"):
+    with pytest.raises(LineageError, match="was made of no rollouts"):
         _run(store, policy, (made[0], nameless))
     old = made[0].table()["old_logprobs"].to_pylist()
     other = make_policy(store, "other", seed=1)

@@ -101,7 +101,7 @@ def test_sums_that_a_person_corrected_are_refused(store, policy, rewarded):
     name = rewards.table()["rollout_id"][0].as_py()
     config = OverrideConfig(author="ada", reason="right", overrides={name: 1.0})
     corrected = store.open(run_here("override", config, store, rewards=rewards.ref))
-    with pytest.raises(ConfigError, match="corrects their sums alone") as caught:
+    with pytest.raises(ConfigError, match="corrects only their sums") as caught:
         world.trained(store, policy, (rollouts, corrected), world.config(algorithm="gdpo"))
     assert str(rewards.ref) in caught.value.next
     assert math.isfinite(

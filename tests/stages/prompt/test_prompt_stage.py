@@ -231,7 +231,7 @@ def test_a_template_that_changes_behind_the_plan_is_refused(store, policy, tmp_p
         arguments={"template": str(template)},
         template=str(template),
     )
-    with pytest.raises(ConfigError, match=r"own.jinja: it changed since it was planned"):
+    with pytest.raises(ConfigError, match=r"own.jinja: it has changed since the stage was planned"):
         run(config, store)
     assert template.read_text().endswith("A:!!")
 
@@ -320,7 +320,7 @@ BAD = [
     (
         {"group_id": "k"},
         [{"prompt": "a", "k": "x"}, {"prompt": "b", "k": "x"}],
-        "row 2.*'x' stands in row 1 too",
+        "row 2.*'x' is also in row 1",
     ),
     ({"group_id": "k"}, [{"prompt": "a", "k": 1}, {"prompt": "b", "k": None}], "row 2.*is empty"),
     ({}, [{"prompt": "a"}, {"prompt": None}], "000001.*holds null, expected text"),

@@ -307,8 +307,8 @@ def test_kinds_are_not_mixed_up(model, of_three, tmp_path):
 
 def test_fields_that_do_not_go_together():
     for fields, why in (
-        ({"label": 0, "kind": "token"}, "label is no field of kind 'token'"),
-        ({"against": "No"}, "against is no field of kind 'classifier'"),
+        ({"label": 0, "kind": "token"}, "label is not a field of kind 'token'"),
+        ({"against": "No"}, "against is not a field of kind 'classifier'"),
         ({"engine_args": {"max_num_seqs": 8}}, "engine_args are for engine 'vllm'"),
         ({"engine": "vllm", "engine_args": {"seed": 1}}, "seed cannot be set here"),
         ({"engine": "vllm", "kind": "token"}, "a judge on vLLM needs against"),

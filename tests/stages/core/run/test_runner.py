@@ -44,7 +44,7 @@ def test_an_unexpected_error_is_told_as_such(store, tmp_path):
     assert (code, error["code"], error["object"]) == (2, "E-CONFIG", "stage policy")
     code, answer, stderr = answer_of(tmp_path, **call, config={"model": "x"}, surprise=1)
     assert (code, answer["error"]["code"]) == (1, "E-INTERNAL")
-    assert answer["error"]["message"].startswith("a defect of Quiver's: TypeError: ")
+    assert answer["error"]["message"].startswith("a bug in Quiver: TypeError: ")
     assert answer["error"]["next"].startswith("report it") and "Traceback" in stderr
 
 

@@ -66,7 +66,7 @@ def started(monkeypatch):
 @pytest.mark.parametrize(
     ("end", "problem"),
     [
-        ("exit 3", "with exit code 3 without an answer; last words: 8 / 7 / 6 / 5 / 4"),
+        ("exit 3", "with exit code 3 without an answer; its last output: 8 / 7 / 6 / 5 / 4"),
         ("kill -9 $$", r"by SIGKILL \(out of memory\?\) without"),
         ("kill -15 $$", "by SIGTERM without"),
     ],
@@ -75,7 +75,7 @@ def test_a_process_that_ends_without_an_answer_is_described(interpreter, end, pr
     lines = []
     with pytest.raises(ResourceError, match=problem) as caught:
         ask("policy", CALL, python=interpreter(f"seq 8; {end}"), on_line=lines.append)
-    assert caught.value.object == "stage policy" and "last words: 8" in caught.value.message
+    assert caught.value.object == "stage policy" and "last output: 8" in caught.value.message
     assert lines == list("12345678")
 
 
@@ -137,7 +137,7 @@ def test_a_call_that_fails_in_a_resident_process_is_repeated_in_a_fresh_one(
     python = interpreter(SERVES.format(body=f"if [ $n = 3 ]; then {fault}; fi"))
     refs = [ask("policy", CALL, python=python, resident=True, timeout=60)["ref"] for _ in range(5)]
     assert refs == ["1", "2", "1", "2", "1"] and len(started) == 3
-    assert f"stage policy: once more, in a fresh process: {reason}" in caplog.text
+    assert f"stage policy: trying again in a fresh process: {reason}" in caplog.text
 
 
 # -- its environment

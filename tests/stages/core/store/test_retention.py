@@ -163,7 +163,7 @@ def test_what_the_command_says(store, capsys):
         *(f"a/policy@{number}" for number in (0, 1)),
     ]
     assert rows[0].split()[1] == "optimizer" and "kB would be moved to the trash" in moved
-    assert "would lie in the trash: what is there for 24 hours is deleted" in lying
+    assert "would lie in the trash: the next quiver gc --apply deletes what" in lying
     cleaning.gc(apply=True, **options)
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 2 + 2 and " moved to the trash, 0 B deleted" in rows[-2]

@@ -182,7 +182,7 @@ def test_a_file_too_many_is_found(store):
         (version.files.folder / "part-00001.arrow").read_bytes()
     )
     _, bad = verify(store)
-    assert "part-00002.arrow: is no file of this version" in str(bad[0])
+    assert "part-00002.arrow: is not a file of this version" in str(bad[0])
     subprocess.run(bad[0].next, shell=True, check=True)
     assert verify(store) == (1, [])
 
@@ -245,7 +245,7 @@ def test_an_id_in_two_shards_is_not_committed(store):
     with work_on(store) as work:
         work.write(0, table(0))
         work.write(1, table(1))
-        with pytest.raises(SchemaError, match="'r1' stands more than once"):
+        with pytest.raises(SchemaError, match="'r1' occurs more than once"):
             work.commit()
 
 
@@ -295,7 +295,9 @@ def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
     for ref in ("a/logprobs@1", "a/logprobs@prod", None):
         error = verify(store, ref)[1][0]
         assert error.next == "quiver verify a/logprobs@1 --quarantine"
-        assert error.state.endswith("what refers to this one: tag prod, a/logprobs@2.")
+        assert error.state.endswith(
+            "tags and versions that refer to this one: tag prod, a/logprobs@2."
+        )
     shutil.rmtree(first.files.folder)
     again = commit(store)
     assert again.ref == first.ref and verify(store) == (2, [])
@@ -311,7 +313,7 @@ def test_verify_says_what_was_made_with_a_model_that_is_lost(store):
     path = first.files.folder / "part-00000.arrow"
     path.write_bytes(path.read_bytes()[:-1])
     (error,) = verify(store, first.ref)[1]
-    assert error.state.endswith("what refers to this one: a/logprobs@2.")
+    assert error.state.endswith("tags and versions that refer to this one: a/logprobs@2.")
 
 
 def test_what_another_quiver_wrote_is_not_to_be_deleted(store):
