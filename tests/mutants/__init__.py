@@ -170,6 +170,7 @@ TARGETS = (
             f"{ANSWERED}::test_rows_of_one_batch_do_not_look_at_each_others_pictures",
             f"{ANSWERED}::test_a_row_may_be_null_where_others_have_pictures",
             f"{ANSWERED}::test_an_engine_is_told_of_the_pictures_of_prompts_and_of_turns",
+            f"{ANSWERED}::test_a_policy_that_sees_nothing_does_not_answer_pictures",
             f"{OPTIMIZE}/test_images_observed.py::test_who_sees_nothing_is_not_asked",
         ),
     ),
