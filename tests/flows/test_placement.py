@@ -64,6 +64,7 @@ def test_each_stage_has_its_place(recipe):
     assert where_of(placement, "optimize") == Where(
         timeout_seconds=60, concurrency_limit="training", **everywhere
     )
+    assert not where_of(recipe().placement, "generate").resident_engine
 
 
 def test_ranks_of_a_launcher_stay_in_no_pool(recipe, monkeypatch):

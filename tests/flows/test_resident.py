@@ -278,10 +278,13 @@ def test_where_no_engine_can_stay_it_is_refused(tmp_path, settings, problem):
     assert caught.value.next == "set placement.resident_engine = false"
 
 
-def test_an_interpreter_of_its_own_is_asked_by_the_engine(tmp_path):
+@pytest.mark.parametrize(
+    "settings", [[VLLM, "placement.python.generate='python'"], ["generate.engine='mine.py:Engine'"]]
+)
+def test_an_interpreter_of_its_own_is_asked_by_the_engine(tmp_path, settings):
+    """This interpreter's vLLM is not asked, nor for an engine of the user's."""
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    settings = [RESIDENT, "generate.engine='vllm'", "placement.python.generate='python'"]
-    recipe = load(tmp_path / "recipe.toml", settings)
+    recipe = load(tmp_path / "recipe.toml", [RESIDENT, *settings])
     check_resident(recipe.placement, recipe.generate, recipe.optimize, has_images=False)
 
 
