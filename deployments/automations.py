@@ -52,7 +52,7 @@ def silent_runs(seconds: float = SILENT_SECONDS) -> AutomationCore:
         within=timedelta(seconds=seconds),
     )
     message = (
-        f"no sign of life for {seconds:g} s: its process is gone; the next run goes on where it "
+        f"no sign of life for {seconds:g} s: its process is gone; the next run continues where it "
         "stopped"
     )
     return AutomationCore(
@@ -84,7 +84,7 @@ def on_event(source: str, deployment: str) -> DeploymentEventTrigger:
     if deployment.partition("/")[2] == run:
         raise ConfigError(
             f"--on {printable(source)}",
-            f"{deployment} makes these versions itself: it would run for ever",
+            f"{deployment} makes these versions itself, so each run would start another",
             next="name another run",
         )
     return DeploymentEventTrigger(

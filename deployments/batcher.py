@@ -54,7 +54,7 @@ class Batcher:
         num_waiting = self._rows.qsize()
         if num_waiting + len(rows) > self._limits.queued:
             raise BusyError(
-                "reward server", f"{num_waiting} rows wait already", next="ask again later"
+                "reward server", f"{num_waiting} rows are already waiting", next="ask again later"
             )
         futures = [asyncio.get_running_loop().create_future() for _ in rows]
         for waiting in zip(rows, futures, strict=True):
@@ -121,7 +121,7 @@ def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[S
         }
         reward = None
         if config.overlong and row.completion_ids is None:
-            errors.append("overlong counts completion_ids, which the request has not")
+            errors.append("overlong counts completion_ids, which the request lacks")
         else:
             try:
                 columns = {name: [part] for name, part in parts.items()}

@@ -82,8 +82,8 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
         if where.image and all(pool.type == _LOCAL for pool in pools.values()):
             raise ConfigError(
                 f"--image {printable(where.image)}",
-                f"work pool {', '.join(pools)} is of type {_LOCAL}: its runs have Quiver where "
-                "their worker has it, and no image",
+                f"work pool {', '.join(pools)} is of type {_LOCAL}: its runs use the Quiver of "
+                "their worker, and no image",
                 next="leave --image out, or name a pool of type docker or kubernetes: --pool NAME",
             )
         resolved = _seen_from(recipe, pools, where.folder)
@@ -153,13 +153,13 @@ def described(recipe: Recipe, where: Where, **more: Any) -> tuple[RunnerDeployme
         flow, purpose = nightly, "one night"
     else:
         recipe.data.require_filled_in()
-        flow, purpose = post_train, "what is not done yet"
+        flow, purpose = post_train, "the rest of the recipe"
         if where.cron or where.on or "schedule" in recipe.model_fields_set:
             flow = scheduled
             purpose = {
                 "go on": f"{recipe.iterations} more iterations",
                 "again": f"a run {recipe.run}-DATE from the base, with the next seed",
-                "same": "what is not done yet; nothing from the second time on",
+                "same": "the rest of the recipe; nothing from the second time on",
             }[recipe.schedule.each]
             if recipe.schedule.each == "again":
                 recipe_for(recipe, datetime(2000, 1, 1))  # Raises if the name would get too long.
@@ -185,8 +185,8 @@ def _schedules(where: Where) -> list[Schedule]:
         if where.timezone:
             raise ConfigError(
                 f"--timezone {printable(timezone)}",
-                "there is no schedule that could go by it",
-                next='leave --timezone out, or say when: --cron "0 2 * * *"',
+                "without --cron there is no schedule to use it",
+                next='leave --timezone out, or name a schedule: --cron "0 2 * * *"',
             )
         return []
     try:
@@ -228,7 +228,7 @@ def _pool(client: SyncPrefectClient, name: str) -> WorkPool:
     except ObjectNotFound:
         raise ConfigError(
             f"work pool {printable(name)}",
-            "there is none of this name",
+            "the server has no such work pool",
             next=f"prefect worker start --pool {name} --type process",
         ) from None
 

@@ -94,9 +94,9 @@ def check_visible(paths: Paths, mounts: tuple[str, ...], where: str) -> None:
             if private != Path("/") and path.is_relative_to(private):
                 raise ConfigError(
                     f"{name} {printable(path)}",
-                    f"lies in {private} of this host, which {where} does not see",
-                    next="put it where every host sees it under this very path, or mount "
-                    f"{private} in the pool's volumes",
+                    f"lies in {private} of this host, which {where} cannot see",
+                    next=f"put it where every host sees it under the same path, or mount {private} "
+                    "in the pool's volumes",
                 )
 
 

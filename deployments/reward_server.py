@@ -49,7 +49,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable, unexpected
 from quiver.stages.core.config import parse
 from quiver.stages.core.servers import MalformedError, is_loopback, read_json, secret
-from quiver.stages.reward.config import Config, pinned
+from quiver.stages.reward.config import Config, with_fingerprints
 from quiver.stages.reward.pool.scorer import no_groups
 from quiver.stages.reward.scoring import Scorer
 from quiver.stages.reward.servers.dialects import openrlhf, quiver
@@ -338,7 +338,7 @@ def listen(host: str, port: int, token: str) -> socket.socket:
     if not token and not is_loopback(host):
         raise SecurityError(
             f"reward server on {printable(host)}",
-            "others could reach it without a token",
+            "other hosts could reach it without a token",
             next="give --token env:NAME",
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -360,21 +360,25 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("recipe", type=Path, help="TOML file with a [reward] section")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8700, help="0: any that is free")
+    parser.add_argument(
+        "--port", type=int, default=8700, help="port to listen on; 0: any free port"
+    )
     parser.add_argument(
         "--token", default="", help="env:NAME of the bearer token that requests must carry"
     )
-    parser.add_argument("--label", default="answer", help="column that labels of openrlhf become")
+    parser.add_argument("--label", default="answer", help="column that receives openrlhf's labels")
     parser.add_argument(
         "--keep-end-tokens",
         action="store_true",
-        help="score what openrlhf sends with the special tokens at its end",
+        help="keep the special tokens at the end of what openrlhf sends",
     )
-    parser.add_argument("--rows", type=int, default=DEFAULT.rows, help="most rows scored together")
+    parser.add_argument(
+        "--rows", type=int, default=DEFAULT.rows, help="maximum number of rows scored together"
+    )
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
-        config, _ = pinned(load(options.recipe))
+        config, _ = with_fingerprints(load(options.recipe))
         for function in config.functions:
             if function.scope == "group":
                 raise no_groups(function.name)

@@ -92,8 +92,8 @@ def check_api() -> str:
         if answer.status_code not in refusals and not is_loopback(host):
             raise SecurityError(
                 f"Prefect API {without_login(url)}",
-                f"listens on {printable(host)} and answers without credentials: whoever reaches it "
-                "runs code on every worker",
+                f"listens on {printable(host)} and answers without credentials: anyone who reaches "
+                "it can run code on every worker",
                 next=f"PREFECT_SERVER_API_AUTH_STRING=user:password {_START} --host "
                 f"{printable(host)}, and PREFECT_API_AUTH_STRING=user:password for workers and "
                 "this command; or --host 127.0.0.1",
@@ -130,7 +130,7 @@ def own_server(port: int) -> Iterator[str]:
         if probe.connect_ex((host, port)) == 0:
             raise ConfigError(
                 f"port {port}",
-                "is taken: maybe a Prefect server runs there already",
+                "is in use, perhaps by a Prefect server",
                 next=f"export PREFECT_API_URL={url}, or choose another --port",
             )
     log_file = Path(PREFECT_HOME.value()) / f"server-{port}.log"
@@ -168,6 +168,6 @@ def _wait_for(server: subprocess.Popen, url: str, log_file: Path) -> None:
     how = "ended" if server.poll() is not None else f"did not answer within {_START_SECONDS} s"
     raise ResourceError(
         "Prefect server",
-        f"{how}; its last words are in {log_file}",
+        f"{how}; its last output is in {log_file}",
         next=f"tail {log_file}",
     )

@@ -1,6 +1,8 @@
 """The order of the stages: recipes, Prefect flows and the command line.
 
 Importing it turns off analytics and telemetry, and ends a worker's flow process with its worker.
+
+Not of the spine: what a run makes does not depend on what is set here.
 """
 
 import os

@@ -7,8 +7,8 @@ Inside `by_hand`, calls are made without Prefect; inside `tasks.as_tasks`, each 
 The block says which run and store the versions belong to, and where each stage runs.
 
 Within a run, a finished version stays finished after its files expire, because its manifest is
-enough. If an unfinished stage must read such files, a new version is made by repeating the call this
-run used. A trained policy is never made again without being asked for.
+enough. If an unfinished stage must read such files, a new version is made by repeating the call
+this run used. A trained policy is never made again without being asked for.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from quiver.stages.core import ranks
 from quiver.stages.core.config import Config
 from quiver.stages.core.ranks import is_led
 from quiver.stages.core.run.call import Call, Outcome
-from quiver.stages.core.run.runner import find
-from quiver.stages.core.run.stage import Refs, load
+from quiver.stages.core.run.runner import find_outcome
+from quiver.stages.core.run.stage import Refs, load_stage
 from quiver.stages.core.store import Store
 
 from .dispatch import run_at
@@ -44,7 +44,7 @@ from .sections import Placement
 _POLL_SECONDS = 1.0
 log = logging.getLogger("quiver")
 Maker = Callable[[Call, Sequence[Call], Sequence[str]], Outcome]
-"""Makes a call that is not finished; takes the calls that come next, and tags, too."""
+"""Makes a call that is not finished; takes the calls that come next, and Prefect's tags, too."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class _Run:
     maker_of: Callable[[Call], Maker]
     """Chooses how a call that is not finished is made."""
     iterations: int | None = None
-    """Number of iterations, for the labels. None: stages are called by hand, each by itself."""
+    """Number of iterations, for the labels in logs. None: stages are called by hand, one by one."""
     expired: bool = False
     """If true, a finished version whose files expired counts as done."""
     checked: set[tuple[str, str]] = field(default_factory=set)
@@ -78,13 +78,13 @@ class _Run:
             where=where_of(self.placement, stage, online=self.online),
         )
 
-    def readable(self, ref: str | list[str]) -> str | list[str]:
+    def with_files(self, ref: str | list[str]) -> str | list[str]:
         """Return a reference to the version with its files, which is made again if they expired.
 
         Raises LineageError if that is not possible.
         """
         if isinstance(ref, list):
-            return [self.readable(single) for single in ref]
+            return [self.with_files(single) for single in ref]
         store = Store(self.store)
         if store.exists(parse(ref)):
             return ref
@@ -130,9 +130,9 @@ def calls_of(
 
 
 def make_here(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
-    """Make a call without Prefect, holding no process for another one; if PREFECT_API_URL names a
-    server, report the version to it."""
-    outcome = run_at(replace(call, where=replace(call.where, hold=False)))
+    """Make a call without Prefect and leave no resident process. If PREFECT_API_URL names a server,
+    report the version to it."""
+    outcome = run_at(replace(call, where=replace(call.where, resident_engine=False)))
     tell_version(call, outcome)
     return outcome
 
@@ -152,7 +152,7 @@ def perform(
     iteration: int | None = None,
     round: int | None = None,
     upcoming: Mapping[str, Config] = MappingProxyType({}),
-    readable: bool = False,
+    needs_files: bool = False,
     before: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Find the stage's version, or make it where [placement] says, and log one line about it.
@@ -170,7 +170,7 @@ def perform(
         round: Shown in the label, if an iteration may have several.
         upcoming: Configs of the next stages, by name; their processes import modules while this
             stage runs.
-        readable: Do not accept a version whose files expired, because its files will be read.
+        needs_files: Do not accept a version whose files expired, because its files will be read.
         before: Called before the stage is made; it may refuse to begin.
     """
     run = _RUN.get()
@@ -180,35 +180,37 @@ def perform(
             label += f" round {round}"
     call = run.call(stage, config, refs, label)
     call = replace(call, into=into or run.name, force=force)
-    outcome = find(call, expired=run.expired)
-    if readable and outcome is not None and not Store(run.store).exists(parse(outcome.ref)):
+    outcome = find_outcome(call, expired=run.expired)
+    if needs_files and outcome is not None and not Store(run.store).exists(parse(outcome.ref)):
         outcome = None
-    while outcome is None and is_led() and not ranks.can_share(stage):
+    while outcome is None and is_led() and not ranks.knows_ranks(stage):
         # rank 0 makes it; if it fails, the launcher ends the ranks of its host
         time.sleep(_POLL_SECONDS)
-        outcome = find(call)
+        outcome = find_outcome(call)
     if outcome is None:
         make = run.maker_of(call)
         before()
         if run.expired:
-            refs = {role: run.readable(ref) for role, ref in refs.items()}
+            refs = {role: run.with_files(ref) for role, ref in refs.items()}
             call = replace(call, refs=refs)
         next_calls = [run.call(name, following, {}) for name, following in upcoming.items()]
-        outcome = make(call, next_calls, labels_of(run.name, stage, iteration))
+        outcome = make(call, next_calls, prefect_tags(run.name, stage, iteration))
         flows.num_made += not outcome.cached
     if label:
         log.info("%s", describe(label, outcome))
     # Training is never repeated unasked because files expired.
     if stage != "optimize":
         options = {"label": f"{label}, again", "into": into, "iteration": iteration}
-        run.again[outcome.ref] = partial(perform, stage, config, refs, readable=True, **options)
+        run.again[outcome.ref] = partial(perform, stage, config, refs, needs_files=True, **options)
     return outcome
 
 
-def labels_of(run: str, stage: str | None = None, iteration: int | None = None) -> tuple[str, ...]:
-    """Return the tags of a run: `run:arith`, `stage:generate`, `iteration:3`."""
-    labels = {"run": run, "stage": stage, "iteration": iteration}
-    return tuple(f"{key}:{label}" for key, label in labels.items() if label is not None)
+def prefect_tags(
+    run: str, stage: str | None = None, iteration: int | None = None
+) -> tuple[str, ...]:
+    """Return the tags of a flow run in Prefect: `run:arith`, `stage:generate`, `iteration:3`."""
+    values = {"run": run, "stage": stage, "iteration": iteration}
+    return tuple(f"{key}:{value}" for key, value in values.items() if value is not None)
 
 
 def check_stages(
@@ -227,7 +229,7 @@ def check_stages(
     version = None
     form = ""
     if prompts is not None:
-        version = Store(run.store).open(run.readable(prompts))
+        version = Store(run.store).open(run.with_files(prompts))
         columns = tuple(column.name for column in version.table().schema.field("columns").type)
         form = digest([columns, version.manifest.metrics.get("assistant_starts")])
     for stage, config in configs.items():
@@ -235,7 +237,7 @@ def check_stages(
             continue
         if run.checked.isdisjoint({(stage, ""), (stage, form)}):
             try:
-                load(stage).check(config, (*columns, *offered), version)
+                load_stage(stage).check(config, (*columns, *offered), version)
             except QuiverError as error:
                 if version is not None:
                     sources = f"{version.ref} and what it was made of"

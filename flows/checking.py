@@ -17,7 +17,7 @@ from typing import Any
 
 from quiver.flows.look.words import counted
 from quiver.schemas.errors import ConfigError, printable, quoted_name
-from quiver.stages.core.run.stage import load
+from quiver.stages.core.run.stage import load_stage
 from quiver.stages.model.from_function import is_function
 from quiver.stages.reward.pool import pool as function_pool
 from quiver.stages.reward.preview import preview
@@ -136,13 +136,13 @@ def read_first_rows(
     if policy is None and is_function(recipe.policy.model):
         if not is_forced:
             log.warning(
-                "prompts are not looked at: policy.model is a function, which the first run calls "
-                "to make the base model; --show and --try call it, too"
+                "prompts are not checked: policy.model is a function that the first run calls to "
+                "make the base model; --show and --try also call it"
             )
             return FirstRows()
         log.info(
             "policy.model is a function: it makes the base model now, which takes as long as in a "
-            "run; without --show and --try all is looked at that needs no model"
+            "run; --show and --try need the model, the other checks do not"
         )
     return first_rows(recipe, sources, policy and policy.files.folder, is_answered=is_answered)
 
@@ -155,11 +155,11 @@ def try_stages(recipe: Recipe) -> list[str]:
     columns = recipe.columns["data"]
     for held_out in recipe.columns.values():
         if held_out != columns:
-            load("reward").check(recipe.reward, [*held_out, *recipe.offered_columns])
+            load_stage("reward").check(recipe.reward, [*held_out, *recipe.offered_columns])
     tried = ["reward"] if recipe.generate.turns is None else ["generate", "reward"]
     if trains_here(recipe.placement):
         config = recipe.optimize_config()
-        load("optimize").check(config, [*columns, *recipe.offered_columns])
+        load_stage("optimize").check(config, [*columns, *recipe.offered_columns])
         tried.append("optimize")
     return tried
 

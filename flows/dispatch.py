@@ -22,9 +22,9 @@ from functools import partial
 
 from quiver.schemas.errors import ResourceError
 from quiver.stages.core.run.call import Call, Outcome
-from quiver.stages.core.run.holding import hold
 from quiver.stages.core.run.runner import plan_of, run_call
-from quiver.stages.core.run.stage import load
+from quiver.stages.core.run.stage import load_stage
+from quiver.stages.core.run.stage_process import start_ahead
 from quiver.stages.core.run.subprocesses import Stopped
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
 
@@ -66,15 +66,18 @@ def run_at(
         count = min(most, _num_shards(call))
     if count < most:
         log.info("%s: shards for %d of %d processes", call.label, count, most)
-    with followed(call.label, call.config, on_line) as on_line, server_limit(call.where.limit):
+    with (
+        followed(call.label, call.config, on_line) as on_line,
+        server_limit(call.where.concurrency_limit),
+    ):
         if count > 1:
             return _run_together(call, count, on_line)
         with slots(call, call.label, call.where.slots) as env:
             # Processes with an environment of their own learn their devices only later.
             for following in () if env else upcoming:
-                place = following.where
-                if place.pool is None and most_processes(following) == 1:
-                    hold(following.stage, following.config, place.python, place.online)
+                where = following.where
+                if where.pool is None and most_processes(following) == 1:
+                    start_ahead(following.stage, following.config, where.python, where.online)
             return run_call(call, on_line=on_line, env=env, stopped=is_stopped)
 
 
@@ -84,7 +87,7 @@ def most_processes(call: Call) -> int:
     The number of shards is not considered. A forced call is never shared.
     """
     devices = call.where.devices
-    if devices is None or call.force or not getattr(load(call.stage), "SHARED", False):
+    if devices is None or call.force or not getattr(load_stage(call.stage), "SHARED", False):
         return 1
     gpus = visible_gpus()
     if gpus:
@@ -108,8 +111,8 @@ def _num_shards(call: Call) -> int:
 
 def _run_together(call: Call, count: int, on_line: Callable[[str], None]) -> Outcome:
     """Run one call as `count` processes and return its outcome."""
-    # An engine that stays would hold devices which the next call may not get.
-    shared = replace(call, share=True, where=replace(call.where, hold=False))
+    # A resident engine would occupy devices which the next call may not get.
+    shared = replace(call, share=True, where=replace(call.where, resident_engine=False))
     cores = sorted(os.sched_getaffinity(0))
     started_at = time.monotonic()
     started: dict[int, float] = {}

@@ -63,13 +63,13 @@ def about_rows(sources: Mapping[str, Source], every: int, iterations: int) -> It
     num_different = len(set(asked["data"]))
     if 2 * num_different <= len(asked["data"]):
         yield (
-            f"the {len(asked['data'])} rows of data ask {num_different} different things: keep "
-            "each once, and set generate.samples_per_prompt to how often it is to be answered"
+            f"the {len(asked['data'])} rows of data ask {num_different} different questions: keep "
+            "each once, and set generate.samples_per_prompt to the number of answers to each"
         )
     if "data.held_out" not in asked:
         if every:
             yield (
-                "evaluate.every is set, and without data.held_out nothing is measured: set "
+                "evaluate.every is set, but without data.held_out nothing is measured: set "
                 "data.held_out"
             )
         return
@@ -78,8 +78,8 @@ def about_rows(sources: Mapping[str, Source], every: int, iterations: int) -> It
     if num_learned:
         yield (
             f"{num_learned} of the {len(asked['data.held_out'])} rows of data.held_out ask the "
-            "same as rows of data, but for case and spacing: an evaluation does not tell what is "
-            "learned from what is known by heart"
+            "same as rows of data, apart from case and spacing: an evaluation cannot tell learning "
+            "from memorizing"
         )
     if every > iterations:
         yield (
@@ -152,13 +152,13 @@ def about_prompts(prompt: Prompt, source: Data, prompts: Mapping[str, Prompts]) 
         if prompt.system is not None and of_section.num_other_system:
             yield (
                 f"prompt.system is not shown in {of_section.num_other_system} of the first "
-                f"{of_section.num_looked_at} prompts of {section}: they are no chats, or begin "
+                f"{of_section.num_looked_at} prompts of {section}: they are not chats, or begin "
                 "with a system message of their own"
             )
     without_template = source.raw_text or source.prompt_ids
     for name in ("template", "template_arguments"):
         if without_template and getattr(prompt, name):
-            yield f"prompt.{name} is not used: the rows are no chats"
+            yield f"prompt.{name} is not used: the rows are not chats"
 
 
 # -- steps
@@ -173,19 +173,19 @@ def about_steps(optimize: Optimize, source: Data, num_rows: int, iterations: int
     if optimize.minibatches > num_groups:
         yield (
             f"optimize.minibatches is {optimize.minibatches}, and an iteration has {num_groups} "
-            "prompts, of which each step takes one at least: there are no more steps than prompts"
+            "prompts: each step takes at least one, so there are no more steps than prompts"
         )
     num_steps = iterations * optimize.epochs * min(optimize.minibatches, num_groups)
     if optimize.learning_rate >= (0.1 if optimize.lora else 0.01):
         yield (
             f"optimize.learning_rate is {optimize.learning_rate:g}: AdamW moves each weight by "
-            "about so much a step, which unlearns all that a policy knew; 1e-6 to 1e-5 are usual, "
-            "with optimize.lora 1e-5 to 1e-4"
+            "about that much per step, which makes a policy forget all it knew; 1e-6 to 1e-5 are "
+            "usual, with optimize.lora 1e-5 to 1e-4"
         )
     if optimize.warmup_steps >= num_steps:
         yield (
-            f"optimize.warmup_steps is {optimize.warmup_steps}, and the run has {num_steps} "
-            f"steps: the learning rate never comes to {optimize.learning_rate:g}"
+            f"optimize.warmup_steps is {optimize.warmup_steps}, and the run has {num_steps} steps: "
+            f"the learning rate never reaches {optimize.learning_rate:g}"
         )
     if optimize.schedule != "constant" and optimize.total_steps < num_steps:
         yield (
@@ -208,8 +208,8 @@ def about_rewards(
     overlong = reward.overlong
     if overlong is not None and overlong.max_tokens - overlong.cache >= most:
         yield (
-            f"reward.overlong begins behind {overlong.max_tokens - overlong.cache} tokens, and a "
-            f"completion has at most {most}: it is never paid"
+            f"reward.overlong begins after {overlong.max_tokens - overlong.cache} tokens, but a "
+            f"completion has at most {most}: the penalty is never applied"
         )
     for name in sorted(reads.by_name & {*table.column_names}):
         num_empty = table.column(name).null_count
@@ -236,7 +236,8 @@ def about_answers(reward: RewardConfig, answers: Sequence[Answered]) -> Iterator
     )
     if not any(more > less for less, more in zip(made_up, right, strict=True)):
         yield (
-            f"no reward function pays more for the first row's own answer, "
+            "no reward function pays more for the first row's own answer, "
             f"{printable(repr(answers[1].text))}, than for {printable(repr(answers[0].text))}: "
-            "unless it lacks a form that is asked for, a box or tags say, no right answer is paid"
+            "right answers are not rewarded, unless this one only lacks a required form, such as a "
+            "box or tags"
         )

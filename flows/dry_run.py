@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quiver.stages.core.config import parse
-from quiver.stages.core.run.holding import in_one_process
+from quiver.stages.core.run.stage_process import one_child_for_any_stage
 
 from .post_train import post_train
 from .recipe import Recipe
@@ -67,7 +67,7 @@ def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
 
     The temporary store is deleted.
     """
-    with tempfile.TemporaryDirectory(prefix="quiver-dry-run-") as store, in_one_process():
+    with tempfile.TemporaryDirectory(prefix="quiver-dry-run-") as store, one_child_for_any_stage():
         outcome = post_train.fn(rehearsal(recipe, store))
     seconds: dict[str, float] = {}
     for iteration in outcome["iterations"]:

@@ -116,7 +116,7 @@ def require_writable(home: Path) -> None:
         raise ResourceError(
             f"PREFECT_HOME {home}",
             f"Prefect cannot keep its database there: {error.strerror}",
-            next="export PREFECT_HOME to a folder that can be written",
+            next="export PREFECT_HOME=FOLDER, a folder that can be written",
         ) from None
 
 
@@ -138,7 +138,7 @@ def require_intact(database: Path) -> None:
         raise CorruptError(
             str(database),
             f"Prefect's database is damaged: {reason(error)}",
-            state="the store is not touched; only the history on Prefect's pages is in this file.",
+            state="the store is not affected; this file holds only the history on Prefect's pages.",
             next=shlex.join(["mv", str(database), f"{database}.damaged"]),
         ) from None
 

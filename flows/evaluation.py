@@ -86,7 +86,7 @@ def measure(
     refs = {"rollouts": rollouts.ref, "rewards": rewards.ref}
     if baseline:
         refs["baseline"] = baseline
-    evaluation = measured_by("evaluate", recipe.score_config(), recipe.run, **refs)
+    evaluation = measured_by("evaluate", recipe.evaluate_config(), recipe.run, **refs)
     # Also for a finished evaluation: an earlier attempt may have ended before this line.
     python = recipe.placement.python.get("optimize", sys.executable)
     track_evaluation(recipe.optimize, recipe.store, evaluation.ref, python)
@@ -94,7 +94,7 @@ def measure(
     return replace(evaluation, seconds=round(seconds, 3))
 
 
-def numbers(outcome: Outcome | None) -> dict[str, Any] | None:
+def printed_evaluation(outcome: Outcome | None) -> dict[str, Any] | None:
     """Return score, standard error and n of an evaluation, what it leaves out, and its
     reference."""
     return outcome and {**score_numbers(outcome.metrics), "ref": outcome.ref}
@@ -136,4 +136,4 @@ def track_evaluation(
         code = 1
         last_line = str(error)
     if code:
-        log.warning("%s is not in %s: %s", ref, ", ".join(trackers), printable(last_line))
+        log.warning("%s was not sent to %s: %s", ref, ", ".join(trackers), printable(last_line))

@@ -193,7 +193,7 @@ def require_references(reward: RewardConfig, sources: Mapping[str, Source]) -> N
     """
     for section, source in sources.items():
         config = source.first
-        chosen = choose(source.table.num_rows, config.limit, config.seed, config.iteration)[:ROWS]
+        chosen = choose(source.table.num_rows, config.limit, config.seed, config.round)[:ROWS]
         refused = refusals(reward, source.table.take(pa.array(chosen, pa.int64())))
         if not refused:
             continue
@@ -201,7 +201,7 @@ def require_references(reward: RewardConfig, sources: Mapping[str, Source]) -> N
         error = ConfigError(
             f"{printable(config.source)} row {chosen[position] + 1}",
             f"column {printable(column)}: the reward function {name} cannot read it: {problem}; "
-            f"that is so of {len(refused)} of the first {len(chosen)} rows of {section}",
+            f"this affects {len(refused)} of the first {len(chosen)} rows of {section}",
             next="correct the row, or take it out of the source; or name another column under "
             "columns of that function",
         )

@@ -98,8 +98,8 @@ def parse_machine(text: str) -> Machine:
     if count and not (re.fullmatch("[1-9][0-9]{0,3}", count) and int(count) <= 1024):
         raise ConfigError(
             f"--gpu {printable(text)}",
-            "expected a number of GPUs of one host behind the colon",
-            next=f"name --gpu {name}:8, say",
+            "expected a number of GPUs of one host after the colon",
+            next=f"write it like --gpu {name}:8",
         )
     return Machine(name, _MEBIBYTES[name] * 2**20, int(count or 1))
 
@@ -250,9 +250,9 @@ class Estimate:
             devices = engine_gpus(model.engine_args) if on_gpu else 1
             needs.append(Need(f"reward ({model.name})", devices, on_gpu, held))
         if config.kl_coef > 0:
-            needs.append(self.scoring(recipe.logprobs.for_role("ref")))
+            needs.append(self.logprobs(recipe.logprobs.for_role("ref")))
         if recipe.logprobs.prox or config.needs_prox:
-            needs.append(self.scoring(recipe.logprobs.for_role("prox")))
+            needs.append(self.logprobs(recipe.logprobs.for_role("prox")))
         return [*needs, self.training(config)]
 
     def training(self, config: OptimizeConfig) -> Need:
@@ -278,7 +278,7 @@ class Estimate:
         note = f"micro-batches of {tokens:.0f} tokens, {precision}"
         return Need("optimize", ranks, on_gpu, held, (note,))
 
-    def scoring(self, config: LogprobsConfig) -> Need:
+    def logprobs(self, config: LogprobsConfig) -> Need:
         """Return the needs of a logprobs stage."""
         work = self.work
         on_gpu = self.uses_gpu(config.device)

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.core.config import Config, Key, descriptions, keys_of
 from quiver.stages.core.names_elsewhere import IN_SECTIONS, KEYS
-from quiver.stages.evaluate.config import Config as ScoreConfig
+from quiver.stages.evaluate.config import Config as EvaluateConfig
 from quiver.stages.generate.engine import ENGINES
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
@@ -47,7 +47,7 @@ _STAGE_CONFIGS: dict[str, type[Config]] = {
     "reward": RewardConfig,
     "logprobs": LogprobsConfig,
     "optimize": OptimizeConfig,
-    "evaluate": ScoreConfig,
+    "evaluate": EvaluateConfig,
 }
 """Config of the stage that a section's keys enter, by the section's name."""
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "anything"}

@@ -127,8 +127,8 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
         if entry is None:
             if recipe.overlap or recipe.evaluate.every:
                 log.warning(
-                    "a night leaves overlap and evaluate.every out: it goes one iteration "
-                    "after another, and is measured at its end"
+                    "a night ignores overlap and evaluate.every: it runs one iteration after "
+                    "another, and evaluates at its end"
                 )
             tonight = replace(tonight, recipe=tonight.recipe.resolved())
             chain = Chain(tonight.recipe)
@@ -260,7 +260,7 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
         "decision": "promoted" if is_promoted else "rejected",
         "author": answer.author if answer else "quiver",
         "candidate": candidate,
-        "rewards": last.rewards,
+        "rewards": last.rounds[0].rewards,
         "iteration": recipe.iterations,
         "evaluation": evaluation,
         **judgement.numbers,
@@ -268,12 +268,12 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
         "moved": distance.numbers,
     }
     if recipe.data.refill is not None:
-        about["round"] = last.rounds[-1].round
+        about["round"] = last.rounds[-1].number
     why = judgement.why
     if far:
         reason = "it moved far from the policy in use"
         if judgement.better and answer is None:
-            reason = f"better, and not promoted, since {reason}"
+            reason = f"better, but not promoted, because {reason}"
         why = f"{reason}: {far}; {why}"
     if answer is not None:
         why = f"{answer.author} said {'yes' if answer.approve else 'no'}: {answer.reason}; {why}"

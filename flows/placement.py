@@ -27,7 +27,7 @@ class GivenUp(ResourceError):
 
 def where_of(placement: Placement, stage: str, *, online: bool = False) -> Where:
     """Return where a call of `stage` runs. Ranks that a launcher started stay in no pool."""
-    are_placed = are_launched() and ranks.can_share(stage)
+    are_placed = are_launched() and ranks.knows_ranks(stage)
     return Where(
         pool=None if are_placed else placement.pools.get(stage),
         workers=placement.fan_out,
@@ -37,15 +37,15 @@ def where_of(placement: Placement, stage: str, *, online: bool = False) -> Where
         online=online,
         slots=placement.slots,
         devices=placement.devices,
-        limit=placement.limits.get(stage),
-        hold=placement.resident_engine and stage == "generate",
+        concurrency_limit=placement.limits.get(stage),
+        resident_engine=placement.resident_engine and stage == "generate",
     )
 
 
 def check_resident(
     placement: Placement, generate: Generate, optimize: Optimize, *, has_images: bool
 ) -> None:
-    """Raise ConfigError if `resident_engine` is set for an engine that cannot stay."""
+    """Raise ConfigError if `resident_engine` is set for an engine that cannot be resident."""
     if not placement.resident_engine:
         return
     lora = optimize.lora
@@ -53,10 +53,10 @@ def check_resident(
     options = generate.options
     problem = ""
     if placement.generate:
-        problem = f"placement.generate = {placement.generate!r} has a process of its own each time"
+        problem = f"placement.generate = {placement.generate!r} starts a new process for each call"
     elif engine == "vllm":
         if options.get("engine_args"):
-            problem = "what generate.options.engine_args sets may not outlast a policy's weights"
+            problem = "settings in generate.options.engine_args may not survive a change of weights"
         elif has_images:
             problem = "an engine that sees pictures (data.images) does not sleep"
         elif lora and (lora.save == "adapter" or options.get("lora")):
@@ -82,8 +82,8 @@ def check_pools(placement: Placement, store: str) -> None:
     if not Path(os.path.expanduser(store)).is_absolute():
         raise ConfigError(
             "store",
-            f"{store!r} is a relative path, and placement.{stage} = {pool!r} runs on hosts that "
-            "have other folders",
+            f"{store!r} is a relative path, and placement.{stage} = {pool!r} runs on hosts with "
+            "other folders",
             next="mount the store at the same path everywhere, e.g. --set "
             f"store={str(Path(store).absolute())!r}",
         )
@@ -104,7 +104,7 @@ def require_server(name: str) -> None:
     if not PREFECT_API_URL.value():
         raise ConfigError(
             name,
-            "it needs a Prefect server that stays, and PREFECT_API_URL names none",
+            "it needs a permanent Prefect server, and PREFECT_API_URL is not set",
             next="prefect server start, then export PREFECT_API_URL=http://127.0.0.1:4200/api and "
             "run again",
         )

@@ -37,7 +37,7 @@ from quiver.schemas.errors import (
     printable,
 )
 from quiver.stages.core.run.call import Call, Outcome
-from quiver.stages.core.run.stage import load
+from quiver.stages.core.run.stage import load_stage
 from quiver.stages.core.run.subprocesses import Stopped
 from quiver.stages.core.store import Store
 
@@ -104,8 +104,8 @@ def for_workers(call: Call) -> Call:
     It is shared if the stage can be, unless it is forced.
     """
     store = Store(call.store)
-    share = getattr(load(call.stage), "SHARED", False) and not call.force
-    where = replace(call.where, pool=None, store_id=store.id, hold=False)
+    share = getattr(load_stage(call.stage), "SHARED", False) and not call.force
+    where = replace(call.where, pool=None, store_id=store.id, resident_engine=False)
     return replace(call, store=str(store.path), share=share, where=where)
 
 
@@ -199,10 +199,10 @@ class _PoolRuns:
             if running_since and limit and now > running_since + limit + _OVERTIME_SECONDS:
                 raise ResourceError(
                     f"stage {self.call.stage}",
-                    f"nothing heard of its end {_OVERTIME_SECONDS} s after its limit of {limit:g} "
-                    "s",
+                    f"it has not reported its end {_OVERTIME_SECONDS} s after its limit of "
+                    f"{limit:g} s",
                     state=_STATE,
-                    next="look after the pool's workers, then run again",
+                    next="check the pool's workers, then run again",
                 )
             if is_stopped():
                 raise Stopped(self.call.label)
@@ -246,7 +246,7 @@ class _PoolRuns:
                 if now > self.pending_since.setdefault(run.id, now) + self.call.where.wait_seconds:
                     self.failures[run.id] = ResourceError(
                         stage,
-                        f"a worker took {run.name!r} up and did not begin it within "
+                        f"a worker took {run.name!r} but did not start it within "
                         f"{self.call.where.wait_seconds:g} s",
                         state=_STATE,
                         next=f"prefect flow-run logs {run.id}",
@@ -265,7 +265,7 @@ class _PoolRuns:
                     stage,
                     f"its flow run {run.name!r} was cancelled",
                     state=_STATE,
-                    next="run again; it goes on from there",
+                    next="run again; it continues from there",
                 )
             else:
                 error = ResourceError(

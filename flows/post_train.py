@@ -29,6 +29,7 @@ two iterations may make theirs at the same time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -40,19 +41,19 @@ from prefect import flow
 from quiver.stages import CHAIN
 from quiver.stages.core.config import Config
 from quiver.stages.core.run.call import Outcome
-from quiver.stages.reward.stage import pinned
+from quiver.stages.reward.stage import with_fingerprints
 
 from .calls import check_stages, perform
-from .evaluation import measure, numbers
+from .evaluation import measure, printed_evaluation
 from .look.pages import Curve, link_report
 from .recipe import Recipe
 from .retention import clean_up
-from .rounds import Iteration, Sampled, choose_reference, fill_up, proximal_config
+from .rounds import Iteration, Round, choose_reference, fill_up, proximal_config
 from .stopping import run_ahead
 from .tasks import as_tasks
 
 _LEARNED_FROM = ("rollouts", "rewards", "prox_logprobs")
-"""Roles of optimize's inputs that are fields of `Sampled`, under the same names."""
+"""Roles of optimize's inputs that are fields of `Round`, under the same names."""
 
 
 @flow(name="post-train", flow_run_name="{recipe.run} · post-train", persist_result=False)
@@ -81,18 +82,18 @@ def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> di
         # Before the baseline, so that a missing source is reported before anything is generated.
         prompts = chain.make_prompts(base, 1, 1)
         check = partial(chain.check_prompts, prompts.ref)
-        baseline = numbers(measure(recipe, base, 0, forced, before=check))
+        baseline = printed_evaluation(measure(recipe, base, 0, forced, before=check))
         printed: list[dict[str, Any]] = []
         curve = Curve(recipe.run)
 
         def finish(iteration: Iteration) -> None:
-            number = iteration.iteration
+            number = iteration.number
             if recipe.is_measured(number):
                 evaluation = measure(recipe, iteration.policy, number, forced)
                 # A copy to print; `improve` keeps the iteration without its evaluation.
                 iteration = replace(
                     iteration,
-                    evaluation={**numbers(evaluation), "baseline": baseline},
+                    evaluation={**printed_evaluation(evaluation), "baseline": baseline},
                     seconds={**iteration.seconds, "evaluate": evaluation.seconds},
                 )
             printed.append(iteration.to_json())
@@ -136,8 +137,8 @@ class Chain:
         """
         recipe = self.recipe
         iterations: list[Iteration] = []
-        rounds: list[Sampled] = []
-        sampled = self.sample(policy, first, rounds, prompts, first_round)
+        earlier: list[Round] = []
+        rounds = self.sample(policy, first, earlier, prompts, first_round)
         reference = None
         for number in range(first, recipe.iterations + 1):
             starts = [policy, *(iteration.policy for iteration in iterations)]
@@ -153,27 +154,27 @@ class Chain:
                     iteration=number,
                 )
             newest_first = iterations[::-1][: recipe.optimize.replay]
-            rounds += sampled.rounds
-            sample_next = partial(self.sample, iteration=number + 1, earlier=rounds)
+            earlier += rounds
+            sample_iteration = partial(self.sample, iteration=number + 1, earlier=earlier)
             overlap = nullcontext()
             if recipe.overlap and not is_last:
-                overlap = run_ahead(partial(sample_next, starts[-1]))
-            with overlap as next_sampled:
-                iteration = self.update(starts[-1], reference, sampled, newest_first)
+                overlap = run_ahead(partial(sample_iteration, starts[-1]))
+            with overlap as next_rounds:
+                iteration = self.update(starts[-1], reference, rounds, newest_first)
                 iterations.append(iteration)
                 finish(iteration)
                 if not is_last:
                     clean_up(recipe.store, recipe.run, recipe.retention, iteration.policy)
-                if next_sampled is not None:
-                    sampled = next_sampled.result()
+                if next_rounds is not None:
+                    rounds = next_rounds.result()
                 elif not is_last:
-                    sampled = sample_next(iteration.policy)
+                    rounds = sample_iteration(iteration.policy)
         return iterations
 
     def import_policy(self) -> str:
         """Import the base model as policy@0.
 
-        Raises ConfigError before the import if code or a model that scores is missing, or if this
+        Raises ConfigError before the import if code or a reward model is missing, or if this
         machine cannot train.
         """
 
@@ -181,19 +182,19 @@ class Chain:
 
         def check() -> None:
             check_stages({"optimize": recipe.optimize_config()})
-            pinned(recipe.reward)  # only raises, if a scorer is not the one that is pinned
+            with_fingerprints(recipe.reward)  # only raises, if a scorer has another fingerprint
 
         return perform("policy", recipe.policy, {}, label="import policy", before=check).ref
 
     def make_prompts(
-        self, policy: str, iteration: int, round: int, earlier: Sequence[Sampled] = ()
+        self, policy: str, iteration: int, round: int, earlier: Sequence[Round] = ()
     ) -> Outcome:
         """Make the prompts of one round of an iteration, rendered for `policy`.
 
         With [data] curriculum, they are chosen by the rewards of the last iterations and of the
         earlier rounds of this one. These belong to the prompts' lineage and run key. With
-        `overlap`, they are the same as without: iteration k+1 is sampled while k optimizes, when k
-        is scored. `earlier` holds the rounds before it, oldest first.
+        `overlap`, they are the same as without: iteration k+1 is sampled while k optimizes, and
+        k's rewards exist by then. `earlier` holds the rounds before it, oldest first.
         """
         refs: dict[str, Any] = {"policy": policy}
         if curriculum := self.recipe.data.curriculum:
@@ -215,10 +216,10 @@ class Chain:
         self,
         policy: str,
         iteration: int,
-        earlier: Sequence[Sampled],
+        earlier: Sequence[Round],
         prompts: Outcome | None = None,
         first_round: int | None = None,
-    ) -> Sampled:
+    ) -> Sequence[Round]:
         """Sample the rounds that iteration `iteration` learns from, by `policy`.
 
         There is one round, after the `earlier` ones of previous iterations. With [data] refill,
@@ -232,23 +233,23 @@ class Chain:
             first_round: Number of the first round if `earlier` is empty. Default: the iteration's
                 number.
         """
-        round = earlier[-1].round + 1 if earlier else first_round or iteration
-        sample_next = partial(self.sample_round, policy, iteration)
-        first = sample_next(round, earlier, prompts)
+        round = earlier[-1].number + 1 if earlier else first_round or iteration
+        sample_round = partial(self.sample_round, policy, iteration)
+        first = sample_round(round, earlier, prompts)
         refill = self.recipe.data.refill
         if refill is None:
-            return first
+            return [first]
         label = f"refill {iteration}/{self.recipe.iterations}"
-        return fill_up(refill, self.recipe.store, first, earlier, sample_next, label)
+        return fill_up(refill, self.recipe.store, first, earlier, sample_round, label)
 
     def sample_round(
         self,
         policy: str,
         iteration: int,
         round: int,
-        earlier: Sequence[Sampled],
+        earlier: Sequence[Round],
         prompts: Outcome | None = None,
-    ) -> Sampled:
+    ) -> Round:
         """Sample one round by `policy`: prompts (unless given), rollouts, rewards and, if the
         recipe needs them, proximal logprobs."""
         recipe = self.recipe
@@ -259,6 +260,7 @@ class Chain:
             recipe.generate_config(round),
             {"prompts": prompts.ref, "policy": policy},
             **options("generate"),
+            # a process for the next stage imports its modules meanwhile
             upcoming={} if recipe.overlap else {"optimize": recipe.optimize_config()},
             before=partial(self.check_prompts, prompts.ref),
         )
@@ -270,75 +272,77 @@ class Chain:
         config = proximal_config(recipe.optimize, recipe.logprobs, [sampling])
         if config is not None and config.is_of_sampler:
             refs = {"rollouts": rollouts.ref, "policy": policy}
-            scored = perform("logprobs", config, refs, **options("logprobs"))
-            outcomes["logprobs prox"] = scored
-            prox = scored.ref
-        return Sampled(
+            outcomes["logprobs prox"] = perform("logprobs", config, refs, **options("logprobs"))
+            prox = outcomes["logprobs prox"].ref
+        return Round(
             iteration=iteration,
-            round=round,
+            number=round,
             prompts=prompts.ref,
             rollouts=rollouts.ref,
             rewards=rewards.ref,
             prox_logprobs=prox,
             reward_mean=rewards.metrics.get("reward_mean"),
+            num_scored=rewards.rows - (rewards.metrics.get("reward_null") or 0),
             seconds={name: outcome.seconds for name, outcome in outcomes.items()},
-            contrast_groups=None,
-            more=(),
         )
 
     def update(
         self,
         policy: str,
         reference: str | None,
-        sampled: Sampled,
-        replayed: Sequence[Sampled],
+        rounds: Sequence[Round],
+        replayed: Sequence[Iteration],
     ) -> Iteration:
-        """Train `policy` on the sampled rounds and return the finished iteration.
+        """Train `policy` on the rounds of one iteration and return the finished iteration.
 
-        Rounds of the `replayed` iterations, newest first, are trained on again, scored under the
-        current reference. `reference` is the policy of the KL term, or None if the loss has no KL
-        term. With `prox_of = "start"`, all rounds get proximal logprobs under `policy`.
+        Rounds of the `replayed` iterations, newest first, are trained on again, with logprobs
+        under the current reference. `reference` is the policy of the KL term, or None if the loss
+        has no KL term. With `prox_of = "start"`, all rounds get proximal logprobs under `policy`.
         """
-        recipe, number = self.recipe, sampled.iteration
+        recipe, number = self.recipe, rounds[0].iteration
 
-        def score(config: Config, source: Sampled, scorer: str) -> Outcome:
-            refs = {"rollouts": source.rollouts, "policy": scorer}
-            if source.iteration == number:
-                options = self.options("logprobs", number, source.round)
+        def logprobs_of(sampled: Round, config: Config, under: str) -> Outcome:
+            refs = {"rollouts": sampled.rollouts, "policy": under}
+            if sampled.iteration == number:
+                options = self.options("logprobs", number, sampled.number)
             else:
-                label = f"logprobs of {source.iteration}/{recipe.iterations}"
-                options = {"iteration": source.iteration, "label": label}
+                label = f"logprobs of {sampled.iteration}/{recipe.iterations}"
+                options = {"iteration": sampled.iteration, "label": label}
             return perform("logprobs", config, refs, **options)
 
-        sources = [source for iteration in (sampled, *replayed) for source in iteration.rounds]
-        seconds = dict(sampled.seconds)
+        # the iteration's own rounds come first; only they count in its seconds
+        learned = [*rounds, *(sampled for iteration in replayed for sampled in iteration.rounds)]
+        seconds: Counter[str] = Counter()
+        for sampled in rounds:
+            seconds.update(sampled.seconds)
         if recipe.optimize.prox_of == "start":
             config = proximal_config(recipe.optimize, recipe.logprobs, ())
-            scored = [score(config, source, policy) for source in sources]
-            seconds["logprobs prox"] = sum(each.seconds for each in scored[: len(sampled.rounds)])
-            sources = [
-                replace(source, prox_logprobs=outcome.ref)
-                for source, outcome in zip(sources, scored, strict=True)
+            prox = [logprobs_of(sampled, config, policy) for sampled in learned]
+            seconds["logprobs prox"] = sum(outcome.seconds for outcome in prox[: len(rounds)])
+            learned = [
+                replace(sampled, prox_logprobs=outcome.ref)
+                for sampled, outcome in zip(learned, prox, strict=True)
             ]
         config = recipe.logprobs.for_role("ref")
-        scored = [score(config, source, reference) for source in sources if reference]
-        if scored:
-            seconds["logprobs ref"] = sum(each.seconds for each in scored[: len(sampled.rounds)])
-        refs: dict[str, Any] = {"policy": policy}
-        refs["ref_logprobs"] = [outcome.ref for outcome in scored]
+        ref = [logprobs_of(sampled, config, reference) for sampled in learned if reference]
+        if ref:
+            seconds["logprobs ref"] = sum(outcome.seconds for outcome in ref[: len(rounds)])
+        refs: dict[str, Any] = {"policy": policy, "ref_logprobs": [outcome.ref for outcome in ref]}
         for role in _LEARNED_FROM:
-            versions = [getattr(source, role) for source in sources]
+            versions = [getattr(sampled, role) for sampled in learned]
             refs[role] = [version for version in versions if version is not None]
         config = recipe.optimize_config()
-        options = self.options("optimize", number)
-        updated = perform("optimize", config, refs, upcoming=self.sampled_next(number), **options)
+        options = {"upcoming": self.upcoming_after(number), **self.options("optimize", number)}
+        updated = perform("optimize", config, refs, **options)
         seconds["optimize"] = updated.seconds
-        # The current iteration's first round, which may now have proximal logprobs.
-        fields = {**vars(sources[0]), "seconds": seconds}
-        ref_logprobs = scored[0].ref if scored else None
-        return Iteration(**fields, ref_logprobs=ref_logprobs, policy=updated.ref)
+        return Iteration(
+            rounds=tuple(learned[: len(rounds)]),
+            ref_logprobs=ref[0].ref if ref else None,
+            policy=updated.ref,
+            seconds=dict(seconds),
+        )
 
-    def sampled_next(self, iteration: int) -> dict[str, Config]:
+    def upcoming_after(self, iteration: int) -> dict[str, Config]:
         """Return the config of the stage that follows optimize in `iteration`, by its name.
 
         A process for that stage imports its modules while optimize runs. Empty if sampling already
@@ -353,6 +357,9 @@ class Chain:
         return {} if is_last else {"generate": recipe.generate_config(iteration + 1)}
 
     def options(self, stage: str, iteration: int, round: int | None = None) -> dict[str, Any]:
-        """Return options of `perform`; only with [data] refill a label names the round."""
+        """Return the options of `perform` that all stages share: `force`, and what a label names.
+
+        It names the round only with [data] refill: otherwise that is the iteration's number.
+        """
         shown = round if self.recipe.data.refill else None
         return {"force": stage in self.forced, "iteration": iteration, "round": shown}

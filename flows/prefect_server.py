@@ -114,8 +114,8 @@ def require_answer(url: str) -> None:
         if not within_seconds(is_short):
             raise RemoteError(
                 name,
-                f"answers with more than {MOST_BYTES:,} bytes when it is asked how it is: it is no "
-                "server of Prefect's",
+                f"answers with more than {MOST_BYTES:,} bytes to a health check, so it is not a "
+                "Prefect server",
                 next="correct PREFECT_API_URL, or unset it, and run again",
             )
     except TimeoutError:
@@ -153,16 +153,17 @@ def asking(url: str) -> Iterator[None]:
         raise
     except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
         # The error may quote part of a password.
-        how = "is a special sign of its password written with %?" if "@" in url else error
+        how = "is each special character of its password percent-encoded?" if "@" in url else error
         raise ConfigError(
             f"Prefect API {without_login(url)}",
-            f"is no address of a server: {printable(how)}",
+            f"is not a server's address: {printable(how)}",
             next="export PREFECT_API_URL=http://HOST:4200/api, or unset it, and run again",
         ) from None
     except (httpx.HTTPError, ValueError) as error:  # ValueError: its answer is not Prefect's
         raise RemoteError(
             f"Prefect API {without_login(url)}".strip(),
-            f"does not answer as Prefect does: {type(error).__name__}: {without_login(error)}",
+            f"does not answer like a Prefect server: {type(error).__name__}: "
+            f"{without_login(error)}",
             next="prefect server start, or correct or unset PREFECT_API_URL, and run again",
         ) from error
 
@@ -178,7 +179,7 @@ def crash_abandoned() -> int:
     from prefect.settings import PREFECT_API_URL
     from prefect.states import Crashed
 
-    message = "its process is gone; what it finished is kept"
+    message = "its process is gone; finished shards and versions are kept"
     with asking(PREFECT_API_URL.value() or ""), get_client(sync_client=True) as client:
         runs = abandoned_runs(client)
         for run in runs:
@@ -253,7 +254,7 @@ def _tell(name: str, make: Callable[[ModuleType], list[dict[str, Any]]]) -> None
         return
     try:
         if time.monotonic() < _failed_at + _RESPITE_SECONDS:
-            raise TimeoutError("nor of the one before")
+            raise TimeoutError("the event before it was not accepted either")
         from prefect.client.orchestration import get_client
         from prefect.events import Event
 
@@ -270,7 +271,7 @@ def _tell(name: str, make: Callable[[ModuleType], list[dict[str, Any]]]) -> None
         # Any error: the command's work is done, and its answer must not change.
         _failed_at = time.monotonic()
         log.warning(
-            "%s: Prefect's server was not told of it, so no deployment starts by it (%s)",
+            "%s: its event did not reach Prefect's server, so it starts no deployment (%s)",
             name,
             printable(error) or f"no answer within {SECONDS:g} s",
         )

@@ -22,8 +22,8 @@ from quiver.schemas.plain import flatten
 from quiver.stages.core import plugins
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.call import Call
-from quiver.stages.core.run.runner import find, plan_of
-from quiver.stages.core.run.stage import Plan, load
+from quiver.stages.core.run.runner import find_outcome, plan_of
+from quiver.stages.core.run.stage import Plan, load_stage
 from quiver.stages.core.servers import secret
 from quiver.stages.core.store import Store, Version
 from quiver.stages.generate.engine import code_hash, engine_options
@@ -71,15 +71,15 @@ def preflight(recipe: Recipe) -> Recipe:
         for code in generate.turns.own_code() if generate.turns else ():
             plugins.definition(*code)
     if trains_here(recipe.placement):
-        load("optimize").check(recipe.optimize_config(), ())
+        load_stage("optimize").check(recipe.optimize_config(), ())
     credit = recipe.optimize.credit
     turns = recipe.generate.turns
     uses_environment = ENVIRONMENT in [function.use for function in recipe.reward.functions]
     if uses_environment and (turns is None or not turns.environment):
-        missing = "generate.turns.tools pay nothing" if turns else "there is no [generate.turns]"
+        missing = "generate.turns.tools give none" if turns else "there is no [generate.turns]"
         raise ConfigError(
             f"reward.functions {ENVIRONMENT}",
-            f"takes what an environment pays, and {missing}",
+            f"takes the rewards of an environment, and {missing}",
             next="name a generate.turns.environment, or another reward function",
         )
     if credit != "rollout" and not uses_environment:
@@ -120,8 +120,8 @@ def check_demands(recipe: Recipe) -> None:
                     advice = 'set optimize.lora.save = "merged"'
                 elif num_policies > 1 and not options.wait_seconds:
                     problem = (
-                        f"{num_policies} policies need servers one after another, and it waits for "
-                        "none"
+                        f"{num_policies} policies need servers one after another, but wait_seconds "
+                        "is 0"
                     )
                     advice = (
                         f"set {section}.options.wait_seconds to as long as a server takes to start"
@@ -133,7 +133,7 @@ def check_demands(recipe: Recipe) -> None:
             if isinstance(devices, int) and config.engine == "vllm" and devices < needed:
                 raise ConfigError(
                     "placement.devices",
-                    f"{devices} GPUs are fewer than one engine of generate.options takes, {needed}",
+                    f"one engine needs {needed} GPUs by generate.options, got {devices}",
                     next=f"set placement.devices to {needed} or a multiple of it",
                 )
             require_gpus(Call("generate", config.model_dump(mode="json"), recipe.store))
@@ -162,7 +162,7 @@ def finished(recipe: Recipe) -> dict[str, str]:
         inputs = {role: versions[role] for role in roles}
         plain = config.model_dump(mode="json")
         call = Call(stage, plain, recipe.store, inputs, into=recipe.run)
-        outcome = find(call)
+        outcome = find_outcome(call)
         if outcome is None:
             _tell_what_differs(plan_of(call), kind)
             break
@@ -193,7 +193,7 @@ def _tell_what_differs(plan: Plan, kind: str) -> None:
     with suppress(QuiverError):  # A deleted or damaged version is not this function's concern.
         version = plan.store.open(f"{plan.run}/{kind}@{numbers[0]}")
         manifest = version.manifest
-        saved = parse(load(manifest.stage).Config, manifest.config, str(version.ref))
+        saved = parse(load_stage(manifest.stage).Config, manifest.config, str(version.ref))
         before, asked = (  # An empty table shows by the keys it lacks.
             {path: leaf for path, leaf in flatten(config.key()).items() if leaf != {}}
             for config in (saved, plan.config)
@@ -204,11 +204,11 @@ def _tell_what_differs(plan: Plan, kind: str) -> None:
             if before.get(path) != asked.get(path)
         ]
         log.warning(
-            "run %s has %s, which this recipe does not ask for: %s. The run makes versions of its "
-            "own beside it; to keep them apart, give the run another name: --set run=NAME",
+            "run %s has %s, made with other settings than this recipe's: %s. The run adds its own "
+            "versions to these; to keep them apart, give the run another name: --set run=NAME",
             plan.run,
             version.ref,
-            ", ".join(changes) or "what it was made of changed",
+            ", ".join(changes) or "its inputs changed",
         )
 
 
@@ -225,7 +225,7 @@ def _store_at(path: str) -> Store | None:
             return Store(folder)  # Its error names what else is in the folder.
         parent = next(above for above in (folder, *folder.parents) if above.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, f"nothing can be made in {parent}")
+            raise PermissionError(errno.EACCES, f"cannot create files in {parent}")
         if not os.statvfs(parent).f_blocks:  # /proc, for example, permits what it cannot do.
             os.rmdir(tempfile.mkdtemp(dir=parent))
     except QuiverError:

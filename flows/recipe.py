@@ -1,7 +1,8 @@
 """The recipe: one TOML file, one typed object, for the shell, Prefect's form and deployments.
 
-Look here for rules between sections, and for how a section becomes a stage's config. Each section
-is the config of its stage, so a key is documented beside the code that reads it. Relative paths
+Look here for rules between sections, and for how a section becomes a stage's config. The section of
+a stage has the keys of its config, so a key is documented beside the code that reads it. Keys that
+only a flow reads, such as those of [reference] and [placement], are in `sections`. Relative paths
 start at the folder in which the command runs.
 
     recipe = load("deployments/recipes/demo.toml", ["optimize.learning_rate=1e-6", "iterations=2"])
@@ -24,7 +25,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.refs import check_name
 from quiver.stages.core.config import Config, parse
 from quiver.stages.core.files import read_file
-from quiver.stages.evaluate.config import Config as ScoreConfig
+from quiver.stages.evaluate.config import Config as EvaluateConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.model import checkpoints
 from quiver.stages.model.checkpoints import PolicyConfig
@@ -57,8 +58,8 @@ from .sections import (
 )
 
 _UNBIASED_SAMPLING = {"temperature", "max_tokens", "stop_token_ids", "stop", "ignore_eos"}
-"""Sampling options that leave the sampled distribution the policy's own. Every scoring divides the
-logits by the row's temperature, and the other options only end a completion."""
+"""Sampling options that leave the sampled distribution the policy's own. Every forward pass divides
+the logits by the row's temperature, and the other options only end a completion."""
 # A key of [data] in an error's text, which may stand for a key of [data.held_out].
 _KEY_OF_DATA = rf"(?<![\w./])data\.(?=({'|'.join(SourceConfig.model_fields)})\b)"
 
@@ -94,7 +95,7 @@ class Recipe(Config):
     reference: Reference = Reference()
     """The policy that the KL term compares with."""
     logprobs: Logprobs = Logprobs()
-    """Precision and batches for scoring saved completions again."""
+    """Precision and batches for logprobs of saved completions."""
     optimize: Optimize = Optimize()
     """Algorithm and optimizer."""
     evaluate: Evaluate = Evaluate()
@@ -106,7 +107,7 @@ class Recipe(Config):
     retention: Retention = Retention()
     """Which of the run's versions and files are kept."""
     placement: Placement = Placement()
-    """Work pools, interpreters, time limits, retries and slots."""
+    """Work pools, interpreters, time limits, retries, slots, and the resident engine."""
     _looked_up: dict[str, Config] = PrivateAttr(default_factory=dict)
     """The sections as `resolved` left them, to see if they changed since."""
     _columns: dict[str, list[str]] = PrivateAttr(default_factory=dict)
@@ -140,7 +141,7 @@ class Recipe(Config):
         ]
         if changed and not self.optimize.allow_biased_sampling:
             raise ValueError(
-                f"generate.sampling.{changed[0]} makes the sampled distribution another than the "
+                f"generate.sampling.{changed[0]} makes the sampled distribution differ from the "
                 "policy's: leave it out, or set optimize.allow_biased_sampling = true"
             )
         staleness = {"optimize.replay": self.optimize.replay, "overlap": self.overlap}
@@ -292,14 +293,13 @@ class Recipe(Config):
     def prompt_config(self, round: int, *, evaluation: bool = False) -> PromptConfig:
         """Return the prompt stage's config for a round, counted from 1, or for evaluation.
 
-        The stage counts from 0, since it skips that many times `limit` rows. So in its config 0
-        means evaluation or round 1. Evaluation uses the same rows each time.
+        For the stage an evaluation is round 0. It uses the same rows each time.
         """
         source = self.data.for_evaluation() if evaluation else self.data
         generate = self.generate_config(0, evaluation=evaluation)
         fields = {
             "seed": self.seed,
-            "iteration": 0 if evaluation else round - 1,
+            "round": 0 if evaluation else round,
             "reserve_tokens": generate.sampling.max_tokens,
             "turns": generate.turns and generate.turns.alone(),
             **self.prompt.model_dump(exclude_defaults=True),
@@ -309,8 +309,8 @@ class Recipe(Config):
     def generate_config(self, round: int, *, evaluation: bool = False) -> GenerateConfig:
         """Return the generate stage's config for a round, counted from 1, or for evaluation.
 
-        In its config, `iteration` is the number of the round, and 0 means evaluation only: it
-        always uses the seeds of iteration 0, so that scores are paired.
+        For the stage an evaluation is round 0. It uses the same seeds each time, so that the
+        measurements are paired.
         """
         section = self.generate.model_dump(exclude_defaults=True)
         if evaluation:
@@ -318,7 +318,7 @@ class Recipe(Config):
             if over.get("engine", self.generate.engine) != self.generate.engine:
                 section.pop("options", None)  # The options belong to another engine.
             section = merge(section, over)
-        fields = {"seed": self.seed, "iteration": 0 if evaluation else round, **section}
+        fields = {"seed": self.seed, "round": 0 if evaluation else round, **section}
         return parse(
             GenerateConfig,
             fields,
@@ -340,9 +340,9 @@ class Recipe(Config):
             section = {"drop_zero_variance": True, **section}
         return OptimizeConfig(**{"seed": self.seed, **section})
 
-    def score_config(self) -> ScoreConfig:
+    def evaluate_config(self) -> EvaluateConfig:
         """Return the evaluate stage's config."""
-        return ScoreConfig(**self.evaluate.model_dump(exclude={"every", "generate"}))
+        return EvaluateConfig(**self.evaluate.model_dump(exclude={"every", "generate"}))
 
 
 def _source_fields(config: PromptConfig, section: str) -> tuple[dict[str, Any], list[str]]:

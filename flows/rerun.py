@@ -21,8 +21,8 @@ from quiver.schemas.manifest import line_of
 from quiver.schemas.refs import parse
 from quiver.stages.core.config import Config
 from quiver.stages.core.run.call import Call, Outcome
-from quiver.stages.core.run.runner import find
-from quiver.stages.core.run.stage import load
+from quiver.stages.core.run.runner import find_outcome
+from quiver.stages.core.run.stage import load_stage
 from quiver.stages.core.store import Store
 from quiver.stages.model import checkpoints
 from quiver.stages.model.checkpoints import PolicyConfig
@@ -99,15 +99,15 @@ def rerun(
         return measure(recipe.held_out_resolved(), policy, iteration, forced)
     if stage == "optimize":
         warn_of_temperatures(recipe.generate.sampling.temperature, store, refs["rollouts"])
-        config = load(stage).resolve(recipe.optimize_config())
+        config = load_stage(stage).resolve(recipe.optimize_config())
         section = recipe.optimize.model_copy(update=dict(config))
         if section.kl_coef > 0 and recipe.reference.rule != "fixed":
             raise ConfigError(
                 "reference.rule",
-                "which policy is the reference of saved rollouts cannot be told",
+                "cannot tell which policy is the reference of saved rollouts",
                 next='set reference.rule = "fixed", which is the first policy of the line',
             )
-        refs |= score_again(section, recipe.logprobs, store, refs, iteration)
+        refs |= make_logprobs(section, recipe.logprobs, store, refs, iteration)
     elif stage == "override":
         del refs["rollouts"]
         config = overrides
@@ -117,7 +117,7 @@ def rerun(
         config = recipe.reward
     else:
         config = getattr(recipe, f"{stage}_config")(iteration)
-    resolve = getattr(load(stage), "resolve", None)
+    resolve = getattr(load_stage(stage), "resolve", None)
     # Once, here: otherwise each plan of an open config would read its source again.
     if resolve is not None:
         config = resolve(config)
@@ -158,8 +158,8 @@ def _named_versions(run: str, store: Store, stage: str, references: References) 
         if len(parsed) > 1 and stage not in ("optimize", "prompt"):
             raise ConfigError(
                 f"--{role}",
-                f"{command} takes one, got {len(parsed)}",
-                next="name them one after another",
+                f"{command} takes one version, got {len(parsed)}",
+                next="run the command once for each",
             )
     return refs
 
@@ -174,7 +174,7 @@ def find_rewards(
     config = reward.model_dump(mode="json")
     rewards = []
     for ref in rollouts:
-        outcome = find(Call("reward", config, store.path, {"rollouts": ref}, into=run))
+        outcome = find_outcome(Call("reward", config, store.path, {"rollouts": ref}, into=run))
         if outcome is None:
             raise LineageError(
                 ref,
@@ -193,7 +193,7 @@ def find_refs(
 
     - rollouts: the ones that the rewards scored.
     - policy to optimize: the newest policy that sampled the rollouts.
-    - policy to score under: the first policy of its line. A base policy that does not exist yet is
+    - policy of the logprobs: the first policy of its line. A base policy that does not exist yet is
       imported from `base`.
 
     Raises LineageError if a role cannot be found.
@@ -214,7 +214,7 @@ def find_refs(
     raise LineageError(latest, f"run {run} has no {role} yet", next=_MAKERS[role])
 
 
-def score_again(
+def make_logprobs(
     optimize: Optimize, logprobs: Logprobs, store: Store, refs: RefLists, iteration: int
 ) -> RefLists:
     """Return the logprobs that [optimize] needs beside rollouts and rewards; missing ones are made
@@ -244,9 +244,9 @@ def score_again(
                 {"rollouts": rollouts, "policy": policy},
                 iteration=iteration,
             ).ref
-            for rollouts, policy in zip(refs["rollouts"], scorers, strict=True)
+            for rollouts, policy in zip(refs["rollouts"], of_rollouts, strict=True)
         ]
-        for role, scorers in policies.items()
+        for role, of_rollouts in policies.items()
     }
 
 

@@ -63,7 +63,7 @@ def clean_up(path: str, run: str, retention: Retention, policy: str | None = Non
         collected = collect(store, rule, apply=True)
     except Exception as error:  # Any error: the run's versions exist.
         typed = error if isinstance(error, QuiverError) else unexpected("retention", error)
-        message = "%-22s %s %s: %s; the run goes on"
+        message = "%-22s %s %s: %s; the run continues"
         log.warning(message, "retention", typed.code, typed.object, typed.message)
         return
     if collected.marked or collected.deleted:

@@ -1,7 +1,7 @@
-"""Rounds of sampling, `Sampled`, and what is made of them, `Iteration`; `fill_up` adds rounds.
+"""Rounds of sampling, `Round`, and what is made of them, `Iteration`; `fill_up` adds rounds.
 
-    sampled.rollouts                                    # arith/rollouts@4, of the first round
-    [sampled.rollouts for sampled in iteration.rounds]
+    iteration.rounds[0].rollouts                        # arith/rollouts@4, of the first round
+    iteration.policy                                    # arith/policy@4, which learned from all
 
 [data] refill samples further rounds of prompts until enough groups have contrast. This is the
 dynamic sampling of DAPO (https://arxiv.org/abs/2503.14476, section 3.2). A group has contrast if
@@ -14,19 +14,18 @@ rounds 1 to 3, iteration 2 begins with round 4. So no row is asked twice before 
 a restarted run takes the same rounds, by the manifests alone.
 
 Some losses need further logprobs of saved rollouts. The KL term compares with a reference: a policy
-of the run, or a moving average. The ratio's denominator, the proximal logprobs, is scored with the
-trainer's numerics, if the recipe asks for it or the training needs it. With `prox_of =
-"behaviour"`, rollouts are scored right after sampling, under the policy that sampled them. With
-`"start"`, all rollouts of an iteration, replayed ones too, are scored under the policy that its
+of the run, or a moving average. The ratio's denominator, the proximal logprobs, is computed with
+the trainer's numerics, if the recipe asks for it or the training needs it. With `prox_of =
+"behaviour"`, they are made right after sampling, under the policy that sampled. With `"start"`,
+they are made for all rollouts of an iteration, replayed ones too, under the policy that its
 training starts from.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quiver.schemas.metrics import groups_with_contrast
@@ -42,12 +41,12 @@ log = logging.getLogger("quiver")
 
 
 @dataclass(frozen=True)
-class Sampled:
+class Round:
     """A round of rollouts that one iteration learns from, sampled by one policy."""
 
     iteration: int
     """Number of the iteration, from 1."""
-    round: int
+    number: int
     """Number of the round, counted from 1 over the whole run; it decides rows and seeds. Without
     [data] refill, each iteration has one round with the iteration's number."""
     prompts: str
@@ -56,49 +55,66 @@ class Sampled:
     rewards: str
     prox_logprobs: str | None
     """Logprobs for the ratio's denominator, with the trainer's numerics. None: not needed, or not
-    scored yet."""
+    made yet."""
     reward_mean: float | None
+    num_scored: int
+    """Number of rewards that are not null."""
     seconds: dict[str, float]
     """Seconds by stage."""
-    contrast_groups: int | None
-    """Number of groups of this round with different rewards. None: without [data] refill."""
-    more: tuple[Sampled, ...]
-    """The further rounds of the iteration. `reward_mean` and `seconds` include them."""
-
-    @property
-    def rounds(self) -> tuple[Sampled, ...]:
-        """All rounds of the iteration; usually one."""
-        return self, *self.more
+    contrast_groups: int | None = None
+    """Number of groups with different rewards. None: without [data] refill."""
 
 
 @dataclass(frozen=True)
-class Iteration(Sampled):
-    """A whole iteration: the sampled rounds, and the policy that learned from them."""
+class Iteration:
+    """A whole iteration: its rounds, and the policy that learned from them."""
 
+    rounds: tuple[Round, ...]
+    """Usually one; with [data] refill there may be more."""
     ref_logprobs: str | None
-    """Logprobs under the reference of the KL term. None: the loss has no KL term."""
+    """The first round's logprobs under the reference of the KL term. None: the loss has no KL
+    term."""
     policy: str
     """The policy that this iteration made."""
+    seconds: dict[str, float]
+    """Seconds by stage, over all rounds."""
     evaluation: dict[str, Any] | None = None
     """Score, standard error and n of that policy and of the baseline. None: not measured."""
+
+    @property
+    def number(self) -> int:
+        """Number of the iteration, from 1."""
+        return self.rounds[0].iteration
+
+    @property
+    def reward_mean(self) -> float | None:
+        """Mean over the rewards of all rounds that are not null."""
+        if len(self.rounds) == 1:
+            return self.rounds[0].reward_mean
+        num_scored = sum(sampled.num_scored for sampled in self.rounds)
+        total = sum((sampled.reward_mean or 0.0) * sampled.num_scored for sampled in self.rounds)
+        return total / num_scored if num_scored else None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields for `quiver run --json`, without logprobs that were not asked for.
 
-        With [data] refill, they list each round with its number, references and groups with
-        contrast. Without it, nothing about rounds is included.
+        References are those of the first round. With [data] refill, `rounds` lists each round with
+        its number, references and groups with contrast. Without it, nothing about rounds is
+        included.
         """
+        known = {**vars(self.rounds[0]), **vars(self), "reward_mean": self.reward_mean}
         optional = ("prox_logprobs", "ref_logprobs")
-        of_rounds = ("round", "contrast_groups", "more")
+        of_rounds = ("number", "num_scored", "contrast_groups", "rounds")
         fields = {
             name: field
-            for name, field in asdict(self).items()
+            for name, field in known.items()
             if name not in of_rounds and (field is not None or name not in optional)
         }
-        if self.contrast_groups is not None:
-            names = ("round", "prompts", "rollouts", "rewards", "contrast_groups")
+        if known["contrast_groups"] is not None:
+            names = ("prompts", "rollouts", "rewards", "contrast_groups")
             fields["rounds"] = [
-                {name: getattr(sampled, name) for name in names} for sampled in self.rounds
+                {"round": sampled.number, **{name: getattr(sampled, name) for name in names}}
+                for sampled in self.rounds
             ]
         return fields
 
@@ -106,11 +122,11 @@ class Iteration(Sampled):
 def fill_up(
     refill: Refill,
     store: str,
-    first: Sampled,
-    earlier: Sequence[Sampled],
-    sample_round: Callable[[int, Sequence[Sampled]], Sampled],
+    first: Round,
+    earlier: Sequence[Round],
+    sample_round: Callable[[int, Sequence[Round]], Round],
     label: str,
-) -> Sampled:
+) -> list[Round]:
     """Add further rounds to the first round of an iteration until enough groups have contrast.
 
     Args:
@@ -122,28 +138,21 @@ def fill_up(
         label: Name of the iteration in logs.
 
     Returns:
-        The first round, with the others in `more`.
+        All rounds of the iteration, with their `contrast_groups`.
     """
     opened = Store(store).with_expired()
-    rounds: list[Sampled] = []
+    rounds: list[Round] = []
     num_groups = 0
     num_contrast = 0
-    num_scored = 0
-    reward_sum = 0.0
-    seconds: Counter[str] = Counter()
     while num_contrast < refill.groups and len(rounds) < refill.max_rounds:
         sampled = first
         if rounds:
-            sampled = sample_round(rounds[-1].round + 1, [*earlier, *rounds])
-        manifest = opened.open(sampled.rewards).manifest
-        groups = manifest.metrics["groups"]
+            sampled = sample_round(rounds[-1].number + 1, [*earlier, *rounds])
+        groups = opened.open(sampled.rewards).manifest.metrics["groups"]
         sampled = replace(sampled, contrast_groups=groups_with_contrast(groups))
         rounds.append(sampled)
         num_groups += groups["count"]
         num_contrast += sampled.contrast_groups
-        num_scored += manifest.status["scored"]
-        reward_sum += (sampled.reward_mean or 0.0) * manifest.status["scored"]
-        seconds.update(sampled.seconds)
     is_short = num_contrast < refill.groups
     log.log(
         logging.WARNING if is_short else logging.INFO,
@@ -155,15 +164,10 @@ def fill_up(
         refill.max_rounds,
         f"; data.refill asks for {refill.groups}" if is_short else "",
     )
-    return replace(
-        rounds[0],
-        more=tuple(rounds[1:]),
-        reward_mean=reward_sum / num_scored if num_scored else None,
-        seconds=dict(seconds),
-    )
+    return rounds
 
 
-# -- saved rollouts, scored again
+# -- further logprobs of saved rollouts
 
 
 def choose_reference(

@@ -20,7 +20,7 @@ from quiver.schemas.plain import flatten
 from quiver.schemas.refs import NAME
 from quiver.stages import CHAIN
 from quiver.stages.core.config import Config, Runtime, parse
-from quiver.stages.evaluate.config import Config as ScoreConfig
+from quiver.stages.evaluate.config import Config as EvaluateConfig
 from quiver.stages.generate.config import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.logprobs.config import PassConfig
@@ -37,9 +37,11 @@ average."""
 def _free_name(run: str) -> str:
     for ending in SIDE_RUNS:
         if run.endswith(ending):
-            raise ValueError(f"may not end in {ending}: runs of that form are made beside it")
+            raise ValueError(
+                f"must not end in {ending}: Quiver gives such names to a run's side runs"
+            )
     if ".." in f"{run}.":
-        raise ValueError("may hold no two dots in a row and none at its end")
+        raise ValueError("must not have two dots in a row, or end in a dot")
     return run
 
 
@@ -104,7 +106,7 @@ class Data(SourceConfig):
         if keys:
             raise ConfigError(
                 printable(keys[0]),
-                f"holds {NIGHT}, which only a night fills in; elsewhere put a value there by --set",
+                f"holds {NIGHT}, which only a night fills in: elsewhere, set a value with --set",
                 next="quiver nightly RECIPE",
             )
 
@@ -142,8 +144,8 @@ class Schedule(Config):
 
 
 class Reference(Config):
-    """The policy that the KL term compares with. It scores rollouts only if `optimize.kl_coef` is
-    above 0."""
+    """The policy that the KL term compares with. It is used only if `optimize.kl_coef` is above
+    0."""
 
     rule: Literal["fixed", "every", "ema"] = "fixed"
     """`fixed`: policy@0. `every`: the policy at the start of the current span of `iterations`
@@ -161,12 +163,12 @@ class Reference(Config):
 
 
 class Logprobs(PassConfig):
-    """Settings to score saved completions again, also for the denominator of the ratio."""
+    """Logprobs of saved completions: for the KL term, and for the denominator of the ratio."""
 
     prox: bool = False
-    """Also score with the trainer's numerics, under the policy that `optimize.prox_of` selects, and
-    use the result as the ratio's denominator. Always done if [optimize] or truncated sampling needs
-    it, in the precision of [optimize] unless this section sets one."""
+    """Also compute logprobs with the trainer's numerics, under the policy that `optimize.prox_of`
+    selects, and use them as the ratio's denominator. Always done if [optimize] or truncated
+    sampling needs it, in the precision of [optimize] unless this section sets one."""
 
     def for_role(self, role: str) -> LogprobsConfig:
         """Return the logprobs stage's config, for role `ref` or `prox`."""
@@ -198,7 +200,7 @@ class Optimize(OptimizeConfig):
     old logprobs. `max_staleness` must be at least as large."""
 
 
-class Evaluate(ScoreConfig):
+class Evaluate(EvaluateConfig):
     """Measurement of the policy on the held-out rows."""
 
     every: Runtime[int] = Field(0, ge=0)
@@ -237,7 +239,7 @@ class Placement(Config):
     reward: Pool | None = None
     """Work pool that scores rollouts."""
     logprobs: Pool | None = None
-    """Work pool that scores saved completions again."""
+    """Work pool of the logprobs of saved completions."""
     optimize: Pool | None = None
     """Work pool that trains."""
     prompt: Pool | None = None

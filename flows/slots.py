@@ -55,7 +55,7 @@ def slots(call: Call, label: str, cpu: int = 0) -> Iterator[dict[str, str]]:
     require_gpus(call)
     devices = visible_gpus()
     count = min(gpus_needed(call), len(devices))
-    if are_launched() and ranks.can_share(call.stage):
+    if are_launched() and ranks.knows_ranks(call.stage):
         # each rank takes the device of its number; the first of this host holds all
         devices = devices[:count]
         if os.environ.get("LOCAL_RANK", "0") != "0":

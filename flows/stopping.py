@@ -126,13 +126,13 @@ def _watch(reader: int) -> None:
             time.sleep(0.1)  # Time for `_unwind` to be called.
             if not _resent.is_set():
                 _signals.append(numbers[-1])
-                _end("was told twice to stop")
+                _end("got a second signal to stop")
             _resent.clear()
 
 
 def _end(why: str) -> None:
     cursor = "\x1b[?25h" if sys.stderr.isatty() else ""  # A live bar hides the cursor.
-    line = f"{cursor}quiver {why}: it ends at once; what is finished is kept\n"
+    line = f"{cursor}quiver {why}: it ends at once; finished shards and versions are kept\n"
     os.write(sys.stderr.fileno(), line.encode())
     os._exit(128 + _signals[-1])
 

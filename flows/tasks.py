@@ -24,13 +24,13 @@ from prefect.context import FlowRunContext, TagsContext
 
 from quiver.schemas.errors import SYSTEM_REASONS, BusyError, QuiverError
 from quiver.stages.core.run.call import Call, Outcome
-from quiver.stages.core.run.holding import end_waiting
-from quiver.stages.core.run.runner import find
+from quiver.stages.core.run.runner import find_outcome
+from quiver.stages.core.run.stage_process import end_waiting
 from quiver.stages.core.run.subprocesses import Stopped
 
 from .calls import Maker, calls_of
 from .dispatch import run_at
-from .look.pages import publish
+from .look.pages import show_version
 from .placement import GivenUp
 from .progress import progress
 from .recipe import Recipe
@@ -55,7 +55,7 @@ def worth_retrying(task: Task, run: TaskRun, state: State) -> bool:
         return False
     if error.code not in WORTH_RETRYING or error.message.startswith(_REFUSED):
         return False
-    log.warning("%s: %s; it is tried again soon", error.object, error.message)
+    log.warning("%s: %s; trying again soon", error.object, error.message)
     # A sleeping engine holds memory of the device and of this machine, which the retry may need.
     end_waiting()
     return True
@@ -68,7 +68,7 @@ def worth_retrying(task: Task, run: TaskRun, state: State) -> bool:
     persist_result=False,
     retry_condition_fn=worth_retrying,
 )
-def stage_task(call: Call, upcoming: Sequence[Call], labels: Sequence[str]) -> Outcome:
+def stage_task(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
     """Make one stage's version and return its reference with a few numbers.
 
     If another process does the same work alone, the task waits for its version, or until the work
@@ -81,7 +81,7 @@ def stage_task(call: Call, upcoming: Sequence[Call], labels: Sequence[str]) -> O
     with progress(call, logging.getLogger(f"quiver.{call.stage}").info) as on_line:
         while outcome is None:
             try:
-                outcome = run_at(call, upcoming=upcoming, tags=labels, on_line=on_line)
+                outcome = run_at(call, upcoming=upcoming, tags=tags, on_line=on_line)
             except BusyError as error:
                 if error.message != last_message:
                     log.warning("%s waits: %s", call.label, error.message)
@@ -92,8 +92,8 @@ def stage_task(call: Call, upcoming: Sequence[Call], labels: Sequence[str]) -> O
                     if is_stopped():
                         raise Stopped(call.label) from None
                     time.sleep(POLL_SECONDS)
-                    outcome = find(call)
-    publish(call, outcome)
+                    outcome = find_outcome(call)
+    show_version(call, outcome)
     metrics = {}
     for name, metric in outcome.metrics.items():
         is_word = isinstance(metric, str) and len(metric) <= _LONGEST_WORD

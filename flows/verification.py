@@ -25,7 +25,7 @@ from quiver.stages.core.store import Store, Version, marks, schema_module
 from quiver.stages.core.store.arrow_check import ArrowCheck
 from quiver.stages.core.store.notes import damaged_notes
 from quiver.stages.core.store.retention import folders_of, users_of
-from quiver.stages.model.checkpoints import adapter_base, as_model, is_adapter_alone
+from quiver.stages.model.checkpoints import adapter_base, is_adapter_alone, model_entry
 
 
 def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[QuiverError]]:
@@ -50,8 +50,8 @@ def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[Quiver
                         tags, versions = users_of(store, version_ref)
                         users = [*(f"tag {name}" for name in tags), *versions]
                         error.state = (
-                            "no other version is touched by this; what refers to this one: "
-                            f"{', '.join(users) or 'nothing'}."
+                            "no other version is affected; tags and versions that refer to this "
+                            f"one: {', '.join(users) or 'nothing'}."
                         )
                         error.next = f"quiver verify {version_ref} --quarantine"
                     raise
@@ -111,13 +111,15 @@ def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
     listed = {*version.files.names, "manifest.json"}
     for name in version.files.sizes():
         if name not in listed:
-            error = version.corrupt(printable(name), "is no file of this version")
+            error = version.corrupt(printable(name), "is not a file of this version")
             error.next = shlex.join(["rm", printable(version.files.path(name), 4096)])
             raise error
     if manifest.content_hash != content_hash(manifest.kind_schema, manifest.files):
-        raise version.corrupt("manifest.json", "content_hash is not that of its files")
+        raise version.corrupt("manifest.json", "content_hash does not match its files")
     if manifest.rows != sum(entry.rows for entry in manifest.files):
-        raise version.corrupt("manifest.json", f"says {manifest.rows} rows, its files have others")
+        raise version.corrupt(
+            "manifest.json", f"says {manifest.rows} rows, its files have another number"
+        )
     if ref.kind != "policy":
         for name in version.files.names:
             problem = arrow_check.problem(version.files.path(name))
@@ -156,7 +158,7 @@ def _verify_sources(store: Store, version: Version) -> None:
         _manifest(store, version, ref)
         if not store.exists(ref):
             continue  # it expired, so its files cannot be compared
-        now = as_model(model.role, store.version(ref))
+        now = model_entry(model.role, store.version(ref))
         # a stage names only the parts it reads; a template may come from a file instead of the
         # policy
         if model.weights not in ("", now.weights) or model.tokenizer not in ("", now.tokenizer):
@@ -164,8 +166,8 @@ def _verify_sources(store: Store, version: Version) -> None:
     if changed:
         raise LineageError(
             str(version.ref),
-            f"{changed[0]} is not what it was",
-            next=f"make {version.ref.kind} anew of what {changed[0].partition(' ')[2]} is now",
+            f"{changed[0]} has changed",
+            next=f"make {version.ref.kind} again from {changed[0].partition(' ')[2]} as it is now",
         )
     if version.ref.kind == "policy":
         for kind in {"advantages", "updates"} & manifest.metrics.keys():
@@ -178,7 +180,7 @@ def _manifest(store: Store, version: Version, ref: Ref) -> Manifest:
     Raises LineageError if it is gone, or `ref` has no version number.
     """
     if not isinstance(ref.version, int):
-        problem = f"is made of {ref}, which names no version by its number"
+        problem = f"is made of {ref}, which is not a reference with a version number"
         raise LineageError(str(version.ref), problem, next=f"quiver lineage {version.ref}")
     with storage_errors(ref):
         if store.has_manifest(ref):
@@ -187,5 +189,5 @@ def _manifest(store: Store, version: Version, ref: Ref) -> Manifest:
         str(version.ref),
         f"{'its input ' if ref.kind not in ('advantages', 'updates') else ''}{ref} is gone",
         next=f"restore {store.storage.local(ref.folder)} from a copy; without it {version.ref} is "
-        "whole, but not its lineage",
+        "complete, but its lineage is not",
     )

@@ -197,7 +197,7 @@ def unexpected(object: str, error: BaseException) -> QuiverError:
         return ConfigError(
             "Prefect's settings",
             printable(": ".join([*map(str, first["loc"]), first["msg"]])),
-            next="correct PREFECT_API_URL, or which of the PREFECT_ variables it is",
+            next="correct PREFECT_API_URL, or the PREFECT_ variable that is wrong",
         )
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return ConfigError(object, problem, next="give it a shorter name")
@@ -217,7 +217,7 @@ def unexpected(object: str, error: BaseException) -> QuiverError:
         return ResourceError(object, problem, state=state, next=next)
     return QuiverError(
         object,
-        f"a defect of Quiver's: {problem}",
+        f"a bug in Quiver: {problem}",
         state=state,
         next="report it, with the traceback that is printed before it and the command that you ran",
     )

@@ -120,7 +120,7 @@ def compare(table: pa.Table, schema: pa.Schema, unique: str | None = None) -> No
     if unique and pc.count_distinct(table.column(unique)).as_py() != len(table):
         counts = table.column(unique).value_counts()
         twice = counts.field("values").filter(pc.greater(counts.field("counts"), 1))[0]
-        raise fail(schema, f"{unique} {twice.as_py()!r} stands more than once")
+        raise fail(schema, f"{unique} {twice.as_py()!r} occurs more than once")
 
 
 def require_same_lengths(table: pa.Table, schema: pa.Schema, first: str, second: str) -> None:

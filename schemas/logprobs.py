@@ -1,4 +1,4 @@
-"""logprobs/1: saved completions scored again under a named checkpoint.
+"""logprobs/1: the logprobs of saved completions under a named checkpoint.
 
 | column | type | meaning |
 |---|---|---|

@@ -62,7 +62,7 @@ class Input(_Part):
     content_hash: str = Field(pattern=_SHA)
 
 
-class Model(_Part):
+class ModelEntry(_Part):
     """One model that took part, identified by the hashes of everything that decides its numbers."""
 
     role: str
@@ -96,7 +96,7 @@ class Manifest(_Part):
     run_key: str = Field(pattern=_SHA)
     config: dict[str, Any]
     inputs: tuple[Input, ...]
-    models: tuple[Model, ...]
+    models: tuple[ModelEntry, ...]
     files: tuple[FileEntry, ...]
     rows: _Count
     content_hash: str = Field(pattern=_SHA)
@@ -111,7 +111,7 @@ class Manifest(_Part):
     def ref(self) -> str:
         return f"{self.run}/{self.kind}@{self.version}"
 
-    def model(self, role: str) -> Model | None:
+    def model(self, role: str) -> ModelEntry | None:
         """Return the model with this role, or None."""
         return next((model for model in self.models if model.role == role), None)
 
@@ -119,7 +119,7 @@ class Manifest(_Part):
         """Return the input with this role, or None."""
         return next((entry for entry in self.inputs if entry.role == role), None)
 
-    def require_model(self, role: str) -> Model:
+    def require_model(self, role: str) -> ModelEntry:
         """Return the model with this role. Raises LineageError if there is none."""
         return self.model(role) or self._names_no(role)
 
@@ -135,7 +135,7 @@ class Manifest(_Part):
         section = self.config.get(name) or {}
         if isinstance(section, dict):
             return section
-        problem = f"manifest.json: config.{name} is no section"
+        problem = f"manifest.json: config.{name} is not a table"
         raise CorruptError(self.ref, problem, next=f"quiver verify {self.ref}")
 
     def _names_no(self, role: str) -> NoReturn:
@@ -188,7 +188,7 @@ def from_json(raw: bytes, name: str) -> Manifest:
     """
 
     def corrupt(problem: str, next: str = f"quiver verify {name}") -> CorruptError:
-        state = "no file was changed; other versions are not touched by this."
+        state = "no file was changed; other versions are not affected."
         return CorruptError(name, problem, state=state, next=next)
 
     if not raw or len(raw) > MAX_BYTES:

@@ -39,12 +39,12 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _UNUSED = frozenset({"annotations", "id", "refusal", "train", "weight"})
 """Members of a message that do not affect a prompt; `refusal` only if there is a content."""
 _REFUSED = {
-    "audio": "no model here hears; take it out",
+    "audio": "no policy here reads sound; take it out",
     "from": 'rename `from` to role and `value` to content, as under "Chats in ShareGPT\'s form" '
     "in deployments/docs/sources.md",
     "function_call": 'write it as tool_calls: [{"type": "function", "function": {…}}]',
     "refusal": "put its text into content",
-    "images": "pictures stand in the column data.images",
+    "images": "put pictures into the column data.images",
 }
 """Members of a message that are refused, and the advice for each."""
 _LONGEST_WORD = 64
@@ -205,8 +205,8 @@ def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict
     unknown = sorted(map(str, given.keys() - {"name", key}))
     if unknown:
         raise ValueError(
-            f'{place} of {printable(name)} has the key "{printable(unknown[0])}", expected "name" '
-            f'and "{key}" alone'
+            f'{place} of {printable(name)} has the key "{printable(unknown[0])}", expected '
+            f'only "name" and "{key}"'
         )
     arguments = given.get(key, {})
     place = f'"{key}" of {printable(name)} in {place}'
@@ -217,11 +217,11 @@ def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict
     arguments = dict(arguments)
     problem = problem_of(arguments, with_texts=False)
     if problem:
-        raise ValueError(f"{place} is no plain JSON: {problem}")
+        raise ValueError(f"{place} is not plain JSON: {problem}")
     try:
         json.dumps(arguments)
     except TypeError as error:  # a date from Arrow, or an object from a user's function
-        raise ValueError(f"{place} is no plain JSON: {printable(error)}") from None
+        raise ValueError(f"{place} is not plain JSON: {printable(error)}") from None
     return name, arguments
 
 

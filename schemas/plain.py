@@ -104,7 +104,7 @@ def problem_of(content: Any, *, bits: int = 0, with_texts: bool = True) -> str:
         elif isinstance(node, int) and abs(node) >= 10**MOST_DIGITS:
             problem = f"is a number of more than {MOST_DIGITS} digits"
         elif isinstance(node, float) and not math.isfinite(node):
-            problem = "is no finite number"
+            problem = "is not a finite number"
         if level >= MOST_LEVELS and isinstance(node, dict | list | tuple):
             problem = f"is nested more than {MOST_LEVELS} levels deep"
         if problem:
@@ -128,7 +128,7 @@ def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(data) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"a key stands twice: {printable(twice, _MOST_OF_PATH)}")
+        raise ValueError(f"a key occurs twice: {printable(twice, _MOST_OF_PATH)}")
     return data
 
 

@@ -184,7 +184,7 @@ def _check_turns(table: pa.Table) -> None:
     counts = pc.cast(pc.list_value_length(table["turns"]), pa.int64())
     if pc.any(pc.equal(counts, 0)).as_py():
         row = pc.index(counts, 0).as_py()
-        raise fields.fail(OF_TURNS, f"row {row} has no turn, expected one at least")
+        raise fields.fail(OF_TURNS, f"row {row} has no turn, expected at least one")
     turns = pa.Table.from_struct_array(pc.list_flatten(table["turns"]))
     fields.compare(turns, TURN)
     fields.require_ids(turns, TURN, "observation_ids")
@@ -221,7 +221,7 @@ def _check_turns(table: pa.Table) -> None:
         (
             pc.and_(is_unread, pc.greater(observed, 0)),
             False,
-            "observation_ids of the last turn before an end or a restart are read by nobody",
+            "the last turn before an end or a restart has observation_ids, expected none",
         ),
     ):
         if pc.any(is_wrong).as_py():

@@ -1,6 +1,9 @@
-"""The stages: one package each, which runs alone and knows neither other stages nor its runner.
+"""The stages: one package each, which runs alone and knows no other stage (`turns` and `model` are
+shared). Most know nothing of their process either; `core/run/stage.py` names the exceptions.
 
-Not of the spine: `load` imports a stage by this table.
+`core/run/stage.py` says what a stage is, and lists the places in which a new one is entered.
+
+Not of the spine: `load_stage` imports a stage by this table.
 """
 
 MODULES = {

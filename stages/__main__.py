@@ -6,8 +6,9 @@ that the call itself is written there. The answer is one JSON object in `answer.
 libraries print to stdout. It is {"ref", "cached", "rows", "seconds", "metrics"}, or {"error":
 {"code", "object", "message", "next"}}, with the version of Quiver.
 
-A call with "hold" lets the process wait for another call in the same way, if its stage kept an
-engine for it, or if STAGE is "any". The answer says so in "held" (`holding`).
+A call with "resident" lets the process wait for another call in the same way, if its stage kept an
+engine for it, or if STAGE is "any". The answer has "resident" too: true if the process waits
+(`stage_process`).
 
 If the call asks for several ranks, this process starts them (`ranks`), each by the same command
 with `--rank`, and their answer is its answer.
@@ -32,9 +33,9 @@ from quiver.stages.core import ranks
 from quiver.stages.core.config import parse
 from quiver.stages.core.run import keeper
 from quiver.stages.core.run.call import Call, quiver_version
-from quiver.stages.core.run.holding import ANSWER_NAME, ANY_STAGE, CALL_NAME, this_process
-from quiver.stages.core.run.runner import perform
-from quiver.stages.core.run.stage import load
+from quiver.stages.core.run.runner import find_or_make
+from quiver.stages.core.run.stage import load_stage
+from quiver.stages.core.run.stage_process import ANSWER_NAME, ANY_STAGE, CALL_NAME, this_process
 
 log = logging.getLogger(__name__)
 
@@ -56,11 +57,11 @@ def main() -> int:
         return serve(json.loads(call_path.read_text()), answer_path)[0]
     with suppress(Exception):  # the call, if one comes, will meet and report it itself
         import_for(json.loads(call_path.read_text()))
-    code, is_held = 0, False
+    code, is_resident = 0, False
     try:
         # ends at EOF: no further call comes
         while sys.stdin.readline():
-            is_held = False
+            is_resident = False
             call = json.loads(call_path.read_text())
             count = ranks.needed(call["stage"], call["config"])
             if count > 1:
@@ -75,25 +76,25 @@ def main() -> int:
                     "--rank",
                 ]
                 return ranks.launch(command, answer_path, count)
-            code, is_held = serve(call, answer_path, for_any_stage=stage == ANY_STAGE)
-            if not is_held:
+            code, is_resident = serve(call, answer_path, for_any_stage=stage == ANY_STAGE)
+            if not is_resident:
                 break
             # wakes the caller, which reads the output while it waits for the answer
             print(flush=True)
     except SystemExit as ended:
-        if not is_held:
+        if not is_resident:
             raise
         code = ended.code  # it waits, and is asked to end: at once
     finally:
-        if this_process.sleeper is not None:
+        if this_process.resident_engine is not None:
             with suppress(Exception):  # all that it started ends with this process
-                this_process.sleeper.close()
+                this_process.resident_engine.close()
     return code
 
 
 def import_for(call: dict) -> None:
     """Import what the call's stage needs for its config."""
-    stage = load(call["stage"])
+    stage = load_stage(call["stage"])
     if ranks.needed(call["stage"], call["config"]) > 1:
         ranks.import_ahead()
     elif hasattr(stage, "import_ahead"):
@@ -104,23 +105,25 @@ def serve(call: dict, answer_path: Path, *, for_any_stage: bool = False) -> tupl
     """Answer the call, and write the answer to `answer_path`.
 
     Returns:
-        The exit code, and whether this process is held for another call.
+        The exit code, and whether this process stays resident for another call.
     """
-    this_process.may_wait = call.pop("hold", False)
+    this_process.may_be_resident = call.pop("resident", False)
     answer, code = answer_call(call)
-    keeps = for_any_stage or this_process.sleeper is not None
-    is_held = this_process.may_wait and not code and keeps
+    keeps = for_any_stage or this_process.resident_engine is not None
+    is_resident = this_process.may_be_resident and not code and keeps
     temporary = answer_path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({**answer, "held": is_held, "quiver": quiver_version()}))
+    temporary.write_text(
+        json.dumps({**answer, "resident": is_resident, "quiver": quiver_version()})
+    )
     # a rename, so that the caller never reads half an answer
     temporary.replace(answer_path)
-    return code, is_held
+    return code, is_resident
 
 
 def answer_call(fields: dict) -> tuple[dict, int]:
     """Answer a call in plain JSON. Returns the answer and the exit code."""
     try:
-        return asdict(perform(Call.from_json(fields))), 0
+        return asdict(find_or_make(Call.from_json(fields))), 0
     except Exception as error:
         is_expected = isinstance(error, QuiverError)
         reported = error

@@ -20,7 +20,7 @@ from quiver.schemas import rewards as rewards_kind
 from quiver.schemas import rollouts as rollouts_kind
 from quiver.stages.core.config import Config
 from quiver.stages.core.store import Store, Version
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from quiver.stages.model.loading import load_model
 from tests.tiny import EOS
 from tests.writing import begin
@@ -201,7 +201,7 @@ def write(
         "stage_version": 1,
         "config": Settings(sampling=sampling),
         "inputs": {"prompts": prompts} if prompts else {},
-        "models": (as_model("policy", policy),),
+        "models": (model_entry("policy", policy),),
     }
     with begin(store, run, "rollouts", **about, force=True) as work:
         half = max(1, len(table) // 2)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 
-from quiver.stages.core.run.runner import Call, perform
+from quiver.stages.core.run.runner import Call, find_or_make
 from quiver.stages.core.store import Store
 
 INPUTS = Path(__file__).parent / "inputs"
@@ -113,7 +113,7 @@ CALLS = [
         "golden/prompts@2",
         "the next part",
         "prompt",
-        {**QUESTIONS, "iteration": 1},
+        {**QUESTIONS, "round": 2},
         policy="golden/policy@0",
     ),
     call(
@@ -210,7 +210,7 @@ CALLS = [
             "sampling": {"max_tokens": 3, "temperature": 0.7, "top_p": 0.9, "stop_token_ids": [5]},
             "options": {"batch_size": 2},
             "rows_per_shard": 8,
-            "iteration": 1,
+            "round": 1,
             "max_model_len": 300,
         },
         prompts="golden/prompts@5",
@@ -479,7 +479,7 @@ def make_finished(folder: Path) -> None:
         broken = Path("broken")
         if entry.name == "a function that fails":
             broken.touch()
-        outcome = perform(entry.on(store.path, force=entry is CALLS[-1]), store)
+        outcome = find_or_make(entry.on(store.path, force=entry is CALLS[-1]), store)
         broken.unlink(missing_ok=True)
         assert (outcome.ref, outcome.cached) == (entry.ref, False), entry.name
     about = {

@@ -17,10 +17,15 @@ def gc(
     ] = False,
     keep: Annotated[
         int | None,
-        typer.Option(help="versions of each kind of each run that stay; default: all", min=1),
+        typer.Option(
+            help="number of versions of each kind to keep in each run; default: all", min=1
+        ),
     ] = None,
     moments: Annotated[
-        int, typer.Option(help="policies of each run whose optimizer state stays", min=1)
+        int,
+        typer.Option(
+            help="number of newest policies of each run that keep their optimizer state", min=1
+        ),
     ] = 1,
     grace_hours: Annotated[
         float, typer.Option(help="how long the data of an expired version stay", min=0)

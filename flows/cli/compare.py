@@ -45,7 +45,7 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
     b = store.open(second)
     if a.ref.kind != b.ref.kind:
         raise ConfigError(
-            f"{a.ref} {b.ref}", "two versions of one kind are compared", next="quiver ls"
+            f"{a.ref} {b.ref}", "expected two versions of the same kind", next="quiver ls"
         )
     leaves_a, leaves_b = (
         flatten(version.manifest.model_dump(mode="json", by_alias=True, exclude=_ALWAYS_DIFFERENT))

@@ -160,7 +160,7 @@ def gpu(findings: Findings) -> None:
         findings.problems.append(
             ResourceError(
                 "GPU",
-                f"nvidia-smi tells of none: {done}",
+                f"nvidia-smi finds none: {done}",
                 next=f"install the NVIDIA driver, version {DRIVER} or later",
             )
         )
@@ -239,7 +239,8 @@ def _ask_server(findings: Findings, facts: dict[str, Any]) -> None:
             RemoteError(
                 f"Prefect API {facts['api']}",
                 f"the server is Prefect {facts['server']}, this is {ours}",
-                next=f"pip install prefect=={ours} where the server is, and start it again",
+                next=f"pip install prefect=={ours} on the server's host, and start the server "
+                "again",
             )
         )
 

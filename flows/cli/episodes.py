@@ -29,7 +29,10 @@ _Into = Annotated[
 
 def reenact(
     ref: ReadReference,
-    rows: Annotated[int | None, typer.Option(help="only the first episodes", min=1)] = None,
+    rows: Annotated[
+        int | None,
+        typer.Option(help="number of episodes to play, from the first; default: all", min=1),
+    ] = None,
     environment: Annotated[
         str | None, typer.Option(help="my_env.py:Guess, in place of the recorded one")
     ] = None,
@@ -37,7 +40,8 @@ def reenact(
         list[str] | None, typer.Option(help="my_tools.py:search, in place of the recorded ones")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="for the environments; default: one a core", min=1)
+        int | None,
+        typer.Option(help="processes for the environments; default: one per core", min=1),
     ] = None,
     store: StorePath = None,
 ) -> None:
@@ -55,7 +59,7 @@ def reenact(
     )
     if report.is_changed:
         names = ", ".join(report.sources)
-        warning = f"{names} is other code than that which {report.ref} was sampled with"
+        warning = f"the code of {names} has changed since {report.ref} was sampled"
         typer.secho(f"warning: {for_terminal(warning)}", fg="yellow", err=True)
     lines = [
         f"{report.ref} against {', '.join(report.sources)}",
@@ -63,13 +67,13 @@ def reenact(
         f"turns     {report.turns_agree} of {report.turns} agree",
     ]
     if report.failed:
-        lines[1] += f"; {report.failed} had failed when they were sampled, and are not played"
+        lines[1] += f"; {report.failed} failed when they were sampled, and are not played"
     for difference in report.differences[:_MOST_SHOWN]:
         place = "before its first turn" if difference.turn is None else f"turn {difference.turn}"
         lines += [
             f"{printable(difference.rollout_id)} {place}: {difference.what}",
             f"   recorded  {printable(difference.recorded, _MOST_TEXT)}",
-            f"   came      {printable(difference.came, _MOST_TEXT)}",
+            f"   replayed  {printable(difference.came, _MOST_TEXT)}",
         ]
     num_more = len(report.differences) - _MOST_SHOWN
     if num_more > 0:
@@ -85,7 +89,7 @@ def branch(
     turn: Annotated[
         int,
         typer.Option(
-            help="which is to be sampled anew; the first of an episode is 0",
+            help="number of the turn to sample again; the first turn of an episode is 0",
             min=1,
         ),
     ],
@@ -146,10 +150,10 @@ def _perform(
     """Run a stage in this process."""
     from quiver.flows.prefect_server import tell_version
     from quiver.stages.core.run.call import Call
-    from quiver.stages.core.run.runner import perform
+    from quiver.stages.core.run.runner import find_or_make
 
     call = Call(stage, config, store.path, refs, into)
-    outcome = perform(call, store)
+    outcome = find_or_make(call, store)
     flows.num_made += not outcome.cached
     tell_version(call, outcome)
     return outcome

@@ -62,7 +62,7 @@ def fit(
         )
     engine = loaded.generate.engine
     if engine not in ("vllm", "transformers", "scripted"):
-        lines.append(f"generate: what engine {engine} needs is not known here")
+        lines.append(f"generate: the memory that engine {engine} needs is not known")
     missing = [stage["stage"] for stage in stages if not stage["fits"]]
     lines.append(f"does not fit: {', '.join(missing)}" if missing else "it fits")
     say(
@@ -91,11 +91,11 @@ def _in_lines(estimate: Estimate, need: Need, remedies: list[tuple[str, Need]]) 
     for note in need.notes:
         yield f"    {note}"
     if not is_enough:
-        yield f"    asks for {need.devices} GPUs, and there are {machine.count}"
+        yield f"    needs {need.devices} GPUs, and there are {machine.count}"
     for setting, changed in remedies:
         yield f"    fits with {setting}: {_gb(changed.bytes)} GB"
     if is_enough and not (is_fit or remedies):
-        yield "    nothing that is known here makes it fit: take a larger device"
+        yield "    no known setting makes it fit: use a larger device"
 
 
 def _gb(count: float) -> str:

@@ -59,9 +59,11 @@ def algorithms() -> None:
         "surrogate",
         "aggregation",
         "defaults",
-        "reference",
     )
-    entries = [{key: getattr(row, key) for key in keys} for row in ALGORITHMS.values()]
+    entries = [
+        {key: getattr(row, key) for key in keys} | {"reference": row.paper}
+        for row in ALGORITHMS.values()
+    ]
     _list("algorithms", entries, "defaults")
 
 

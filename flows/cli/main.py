@@ -74,7 +74,7 @@ def _program(
     if is_led() and context.invoked_subcommand != "optimize":
         raise ConfigError(
             "command line",
-            "a launcher's ranks share the work of `quiver optimize` alone",
+            "only `quiver optimize` shares its work among a launcher's ranks",
             next="start this command once, without RANK in the environment",
         )
 
@@ -93,8 +93,8 @@ def _say_stopped() -> None:
         versions = {0: "", 1: "one new version and "}.get(
             flows.num_made, f"{flows.num_made} new versions and "
         )
-        text += f"; {versions}the finished shards of what was under way are kept\n"
-        text += f"go on from there: {command_line()}"
+        text += f"; {versions}the finished shards of unfinished versions are kept\n"
+        text += f"to continue: {command_line()}"
     with suppress(OSError):
         print(text, file=sys.stderr)
 

@@ -11,23 +11,23 @@ import typer
 from . import completion
 from .shared import RecipeFile, Settings, StorePath, read_recipe, say
 
-Cron = Annotated[str | None, typer.Option(help='when, as cron says it, e.g. "0 2 * * *"')]
+Cron = Annotated[str | None, typer.Option(help='schedule in cron notation, e.g. "0 2 * * *"')]
 Timezone = Annotated[
-    str | None, typer.Option(help="whose clock --cron goes by, e.g. Europe/Berlin; default: UTC")
+    str | None, typer.Option(help="time zone of --cron, e.g. Europe/Berlin; default: UTC")
 ]
 Overlap = Annotated[
     Literal["queue", "skip"],
-    typer.Option(help="what a run does that is due while the last one still runs"),
+    typer.Option(help="if a run is due while the last one still runs: wait, or leave it out"),
 ]
 On = Annotated[
     list[str] | None,
     typer.Option(
-        help="RUN/KIND: each new version there starts a run; RUN/policy@TAG: each move of the "
-        "tag; may stand twice",
+        help="RUN/KIND: each new version starts a run; RUN/policy@TAG: each move of the tag does; "
+        "may be repeated",
         autocompletion=completion.datasets,
     ),
 ]
-Now = Annotated[bool, typer.Option("--now", help="start a run at once, too")]
+Now = Annotated[bool, typer.Option("--now", help="also start a run at once")]
 
 
 def room_above(name: str) -> Any:
@@ -49,7 +49,9 @@ def serve(
     port: Annotated[
         int | None,
         typer.Option(
-            help="of the server that is started where PREFECT_API_URL names none", min=1, max=65535
+            help="port of the server that is started if PREFECT_API_URL is not set",
+            min=1,
+            max=65535,
         ),
     ] = None,
     store: StorePath = None,
@@ -75,7 +77,7 @@ def deploy(
     ] = None,
     folder: Annotated[
         str | None,
-        typer.Option(help="folder that relative paths are taken from, of the image, say"),
+        typer.Option(help="folder of the recipe's relative paths, e.g. one inside the image"),
     ] = None,
     now: Now = False,
     store: StorePath = None,

@@ -34,10 +34,11 @@ log = logging.getLogger("quiver")
 def run(
     recipe: RecipeFile,
     iterations: Annotated[
-        int | None, typer.Option(help="how many, instead of the recipe's")
+        int | None, typer.Option(help="number of iterations, instead of the recipe's")
     ] = None,
     first: Annotated[
-        str | None, typer.Option("--from", help="do this stage and those after it anew")
+        str | None,
+        typer.Option("--from", help="make the versions of this stage and of all later ones again"),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -75,14 +76,14 @@ def run(
         else:
             from prefect import tags
 
-            from quiver.flows.calls import labels_of
+            from quiver.flows.calls import prefect_tags
             from quiver.flows.post_train import post_train
 
             from .summary import next_commands, summary
 
             Store(loaded.store)
             finished(loaded)  # Warns if another recipe began this run.
-            with _from_shell(), tags(*labels_of(loaded.run)):
+            with _from_shell(), tags(*prefect_tags(loaded.run)):
                 answer = post_train(loaded, first)
             commands = next_commands(loaded, recipe, settings, answer)
             lines = summary(Path(loaded.store).absolute(), answer, commands)
@@ -127,7 +128,7 @@ def check(
     ] = False,
     try_out: Annotated[
         bool,
-        typer.Option("--try", help="also start what scores, and let it score two answers"),
+        typer.Option("--try", help="also start the scorers, and let them score two answers"),
     ] = False,
     store: StorePath = None,
     settings: Settings = None,
@@ -148,7 +149,9 @@ def check(
 
 def nightly(
     recipe: RecipeFile,
-    night: Annotated[str | None, typer.Option(help="its name; default: the date in UTC")] = None,
+    night: Annotated[
+        str | None, typer.Option(help="name of the night; default: the date in UTC")
+    ] = None,
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
@@ -190,16 +193,18 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
         rewards: Annotated[list[str] | None, NamedVersions] = None,
         retry: Annotated[
             str | None,
-            typer.Option(help="reward: score again only the rows that have none in these"),
+            typer.Option(help="reward: score only the rows that have no reward in this version"),
         ] = None,
         override: Annotated[
             str | None,
             typer.Option(
-                help="reward: replace those that a JSON file {author, reason, overrides} names"
+                help="reward: JSON file {author, reason, overrides} of rewards to replace"
             ),
         ] = None,
         policy: Annotated[str | None, NamedVersion] = None,
-        iteration: Annotated[int, typer.Option(help="whose prompts and seeds are meant")] = 1,
+        iteration: Annotated[
+            int, typer.Option(help="iteration whose prompts and seeds to use")
+        ] = 1,
         force: Force = False,
         store: StorePath = None,
         settings: Settings = None,
@@ -242,7 +247,7 @@ STAGES = [
         "prompt": "Render rows to token ids: a new prompts version.",
         "generate": "Sample completions: a new rollouts version.",
         "reward": "Score saved rollouts: a new rewards version.",
-        "logprobs": "Score saved completions under a reference: new logprobs.",
+        "logprobs": "Saved completions under a reference: new logprobs.",
         "optimize": "Update the policy on saved rollouts: the next policy.",
         "evaluate": "Measure a policy on held-out rows: a new evaluation.",
     }.items()

@@ -54,24 +54,23 @@ Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        help="KEY=VALUE over the recipe's, e.g. optimize.learning_rate=1e-6",
+        help="KEY=VALUE in place of the recipe's, e.g. optimize.learning_rate=1e-6",
         autocompletion=completion.settings,
     ),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="do it anew, even where a finished version exists")
+    bool, typer.Option("--force", help="make a new version, even if a finished one exists")
 ]
 _EVERY = {
     "json": "one JSON object as the last line of stdout",
-    "debug": "traceback of an error",
+    "debug": "show the traceback of an error",
 }
 """Options that every command takes, with their help; `main` handles them."""
 NamedVersion = typer.Option(
     help="run/kind@version; default: the run's latest", autocompletion=completion.references
 )
 NamedVersions = typer.Option(
-    help="run/kind@version; default: the run's latest. For optimize it may stand several times "
-    "(replay)",
+    help="run/kind@version; default: the run's latest. For optimize it may be repeated (replay)",
     autocompletion=completion.references,
 )
 

@@ -212,7 +212,9 @@ def verify(
     if quarantine:
         if ref is None:
             raise ConfigError(
-                "--quarantine", "needs the version to put aside", next="quiver verify"
+                "--quarantine",
+                "needs the reference of the version to put aside",
+                next="quiver verify",
             )
         put_aside = retention.put_aside(opened, ref)
         folder = opened.storage.local(put_aside.folder)
@@ -248,7 +250,7 @@ def rm(
 def tag(
     name: Annotated[str, typer.Argument(help="the tag")],
     ref: Reference,
-    reason: Annotated[str, typer.Option(help="why, for its history")] = "",
+    reason: Annotated[str, typer.Option(help="reason, kept in its history")] = "",
     store: StorePath = None,
 ) -> None:
     """Give a version a tag; `run/kind@tag` then refers to it."""
@@ -279,7 +281,7 @@ def report(
     beside: Annotated[
         str | None,
         typer.Argument(
-            help="another run, to stand beside it",
+            help="another run to show beside it",
             metavar="[RUN]",
             autocompletion=completion.runs,
         ),
@@ -300,7 +302,7 @@ def report(
         ref = opened.resolve(or_latest(run))
         if ref.kind != "policy":
             raise ConfigError(
-                str(ref), "a report is of a run or of the line of a policy", next="quiver ls"
+                str(ref), "a report shows a run or the line of a policy", next="quiver ls"
             )
         policy, run = str(ref), ref.run
         # The report of the run itself is kept.

@@ -62,7 +62,7 @@ def view(
             return
         raise ConfigError(
             "quiver view",
-            "a plain table is of one version",
+            "a plain table shows one version",
             next="name a version as in: arith/rollouts@latest",
         )
     from quiver.flows.look.joined import Selection

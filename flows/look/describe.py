@@ -76,7 +76,7 @@ def describe(store: Store, version: Version, rows: int) -> list[str]:
             joined = open_joined(store, version.ref)
         except LineageError as error:
             plain = [printable(row, 2000) for row in Shards(version).at(shown)]
-            return [*lines, "", f"its rollouts are not there: {error.message}", *plain]
+            return [*lines, "", f"its rollouts are missing: {error.message}", *plain]
         lines += ["", *wrapped("rows of", ", ".join(joined.sources))]
         joined_rows = [
             row | {"name": row["rollout_id"]} for row in joined.rows(range(min(rows, len(joined))))

@@ -249,7 +249,7 @@ def ends_of(store: Store, run: str) -> list[str]:
         lengths[str(version.ref)] = lengths.get(parent.ref, 0) + 1 if parent else 0
     ends = [ref for ref in lengths if ref in visible]
     if not ends:
-        raise LineageError(f"run {run}", "has no policy to tell of", next="quiver ls")
+        raise LineageError(f"run {run}", "has no policy yet", next="quiver ls")
     return ends[::-1] if histories(store, run) else sorted(ends, key=lambda ref: -lengths[ref])
 
 
@@ -329,7 +329,7 @@ def policy_number(evaluation: Manifest) -> int:
         return version
     raise LineageError(
         evaluation.ref,
-        f"measured {printable(version)}, which names no version by its number",
+        f"measured {printable(version)}, which is not a reference with a version number",
         next=f"quiver lineage {evaluation.ref}",
     )
 

@@ -390,7 +390,7 @@ def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> 
     rollouts = behind("rollouts", version if manifest.kind == "prompts" else None, "prompts")
     if rollouts is None:
         raise LineageError(
-            str(version.ref), "no rollouts are behind it", next=f"quiver show {version.ref}"
+            str(version.ref), "it was not made from rollouts", next=f"quiver show {version.ref}"
         )
     rewards = behind("rewards", rollouts)
     if manifest.kind == "policy" and "advantages" in manifest.metrics:
@@ -432,10 +432,16 @@ def _named(store: Store, manifest: Manifest, role: str, kind: str = "") -> Versi
     Raises LineageError if the input is a version of another kind.
     """
     entry = manifest.input(role)
-    version = _opened(store, entry.ref if entry else None)
+    version = None
+    with suppress(LineageError):
+        version = store.open_input(entry) if entry else None
     if version is not None and version.ref.kind != (kind or role):
         next = f"quiver lineage {manifest.ref}"
-        raise LineageError(manifest.ref, f"its {role} are {version.ref}", next=next)
+        raise LineageError(
+            manifest.ref,
+            f"its {role} must be a version of {kind or role}, found {version.ref}",
+            next=next,
+        )
     return version
 
 

@@ -76,7 +76,7 @@ def pair(store: Store, first: str, second: str | None, most_bytes: int | None = 
     if matches.null_count == len(matches):
         raise LineageError(
             f"{refs[0]} {refs[1]}",
-            "no rollout of one has the prompt and sample of one of the other",
+            "no rollouts of the two have the same prompt and sample_index",
             next="name two versions on the same prompts",
         )
     places = matches.fill_null(-1).to_numpy().astype(np.int64)

@@ -71,7 +71,7 @@ def write(
         raise ConfigError(
             f"report {printable(target)}",
             f"cannot be written: {error.strerror}",
-            next="name a file in a folder that there is",
+            next="name a file in an existing folder",
         ) from None
     return target
 

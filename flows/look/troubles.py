@@ -56,8 +56,8 @@ def _troubles(iteration: Iteration) -> list[str]:
     gap = metric(policy, "audit", "mean_gap") or 0
     clipped = metric(policy, "first_clip_fraction") or 0
     return [
-        f"{policy.ref}: {counted(skipped, 'optimizer step')} left out, for a loss or gradient that "
-        "is not finite: lower optimize.learning_rate."
+        f"{policy.ref}: {counted(skipped, 'optimizer step')} left out, because a loss or gradient "
+        "was not finite: lower optimize.learning_rate."
         if skipped
         else "",
         f"{rewards.ref}: {number(unscored)} of {counted(rewards.rows, 'rollout')} have no reward: "
@@ -76,8 +76,9 @@ def _troubles(iteration: Iteration) -> list[str]:
         "logprobs.prox = true."
         if gap > 0.05
         else "",
-        f"{policy.ref}: the first step clipped {clipped:.2g} of its tokens, though no weight had "
-        "changed: the ratio's denominator is off by numerics; set logprobs.prox = true."
+        f"{policy.ref}: the first step clipped {clipped:.2g} of its tokens, although no weight had "
+        "changed: the ratio's denominator differs numerically from the trainer's logprobs; set "
+        "logprobs.prox = true."
         if clipped
         else "",
         *_troubles_of_episodes(iteration),

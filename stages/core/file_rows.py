@@ -55,8 +55,8 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 if not _is_object(line) and _is_object(path.read_bytes()):
                     raise bad_source(
                         path,
-                        "holds one object over several lines: an array of objects is expected, or "
-                        "one object a line",
+                        "holds one object over several lines, expected an array of objects, or one "
+                        "object per line",
                     ) from None
                 raise
             yield f"line {number}", row
@@ -128,9 +128,9 @@ def _text_rows(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
             for name in names:
                 check(path, name, name)
                 if names.count(name) > 1:
-                    raise bad_source(path, f"column {quoted_name(name)} stands more than once")
+                    raise bad_source(path, f"column {quoted_name(name)} occurs more than once")
             if len(names) == 1 and (other := re.search(r"[;|\t]", names[0])):
-                problem = f"commas are expected between cells, and {other[0]!r} stands there"
+                problem = f"expected commas between cells, found {other[0]!r}"
                 raise bad_source(path, f"column {quoted_name(names[0])} is the only one: {problem}")
             for number, cells in enumerate(filled, 1):
                 place = f"row {number} (line {reader.line_num})"

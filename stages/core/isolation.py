@@ -48,7 +48,7 @@ _NEXT = (
     "apt install bubblewrap util-linux mount libseccomp2 (dnf install bubblewrap util-linux "
     "libseccomp) and permit user namespaces (sysctl user.max_user_namespaces, "
     "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns; in a "
-    "container its seccomp profile), use a remote sandbox, or set isolation = "
+    "container its seccomp profile). Or use a remote sandbox, or set isolation = "
     '"process" in the arguments of the function code, which protects neither files nor network'
 )
 _SYSTEM = ("/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64")
@@ -313,7 +313,7 @@ def map_users(child: int) -> None:
     except FileNotFoundError as error:
         raise ProcessLookupError(child) from error
     except OSError as error:
-        raise refused(f"no user nobody of its own: {error.strerror}") from error
+        raise refused(f"cannot map a user nobody into the sandbox: {error.strerror}") from error
 
 
 def find_tools(names: tuple[str, ...]) -> dict[str, str]:

@@ -21,15 +21,17 @@ def open_input(store: Store, version: Version, role: str) -> Version:
     another kind than its role.
     """
     entry = version.manifest.require_input(role)
-    source = store.open(entry.ref)
+    source = store.open_input(entry)
     if role in KINDS and source.ref.kind != role:
         raise LineageError(
-            str(version.ref), f"its {role} are {source.ref}", next=f"quiver lineage {version.ref}"
+            str(version.ref),
+            f"its {role} must be a version of {role}, found {source.ref}",
+            next=f"quiver lineage {version.ref}",
         )
     if source.manifest.content_hash != entry.content_hash:
         raise LineageError(
             str(source.ref),
-            f"is not what {version.ref} was made of",
+            f"has other content than the version that {version.ref} was made of",
             next=f"quiver lineage {version.ref}",
         )
     return source
@@ -66,7 +68,7 @@ class _Names(dict[str, str]):
     def __missing__(self, group: str) -> str:
         raise LineageError(
             str(self.prompts.ref),
-            f"has no group {printable(group)}, which a version has that names it as its prompts",
+            f"has no group {printable(group)}, although a version made of these prompts has it",
             next="quiver verify",
         )
 
@@ -78,14 +80,18 @@ def prompts_of(store: Store, version: Version) -> Version:
         rollouts = version.manifest.input("rollouts")
         if rollouts is None:
             raise LineageError(
-                str(version.ref), "was made of no rollouts", next="name another version"
+                str(version.ref), "was not made from rollouts", next="name another version"
             )
-        version = store.open(rollouts.ref)
+        version = store.open_input(rollouts)
         entry = version.manifest.require_input("prompts")
-    prompts = store.open(entry.ref)
+    prompts = store.open_input(entry)
     if prompts.ref.kind != "prompts":
         next = f"quiver lineage {version.ref}"
-        raise LineageError(str(version.ref), f"its prompts are {prompts.ref}", next=next)
+        raise LineageError(
+            str(version.ref),
+            f"its prompts must be a version of prompts, found {prompts.ref}",
+            next=next,
+        )
     return prompts
 
 

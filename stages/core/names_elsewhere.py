@@ -86,8 +86,8 @@ COLUMNS = {
     "videos": "take it out of the source: no policy is shown videos here",
     "audio": "take it out of the source: no policy is given sounds here",
     "audios": "take it out of the source: no policy is given sounds here",
-    "tools": 'chats show it if data.tools = "tools", but not with [generate.turns], or with tools '
-    "in prompt.template_arguments: take it out if the recipe says what the policy may call",
+    "tools": 'set data.tools = "tools" to show it in chats, or take it out if [generate.turns] or '
+    "prompt.template_arguments define the tools",
     "chat_template_kwargs": "only chats without [generate.turns] are rendered with it: set "
     "prompt.template_arguments for all rows, and take the column out",
     "documents": "write them into the chats, or set documents in prompt.template_arguments for "

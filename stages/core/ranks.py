@@ -55,11 +55,11 @@ def is_led() -> bool:
     return are_launched() and (os.environ.get("RANK") or "0") != "0"
 
 
-def can_share(stage: str) -> bool:
-    """Return True if several ranks share the work of `stage`; rank 0 does any other stage alone."""
-    from quiver.stages.core.run.stage import load
+def knows_ranks(stage: str) -> bool:
+    """Return True if several ranks do `stage` together; rank 0 does any other stage alone."""
+    from quiver.stages.core.run.stage import load_stage
 
-    return getattr(load(stage), "RANKS", False)
+    return getattr(load_stage(stage), "RANKS", False)
 
 
 def needed(stage: str, config: Mapping[str, Any]) -> int:
@@ -68,7 +68,7 @@ def needed(stage: str, config: Mapping[str, Any]) -> int:
     1 means that the work is not shared among ranks, or that a launcher has started them.
     """
     processes = config.get("processes")
-    if not can_share(stage) or are_launched() or not str(processes).isdecimal():
+    if not knows_ranks(stage) or are_launched() or not str(processes).isdecimal():
         return 1
     return int(processes)
 
@@ -90,7 +90,7 @@ def as_lost(error: QuiverError) -> QuiverError:
         return error
     return ResourceError(
         _PEERS,
-        f"one is gone, or was silent for too long: {error.message}",
+        f"one has ended, or was silent for too long: {error.message}",
         state="finished shards and all versions are kept.",
         next="run the same command again, on every host",
     )

@@ -60,8 +60,8 @@ def refuse_token(token: Any, name: str = "token") -> None:
     """Raise ValueError, about `name`, unless `token` is empty or names a variable."""
     if token and not (isinstance(token, str) and _TOKEN.fullmatch(token)):
         raise ValueError(
-            f"{name} must be env:NAME, the environment variable that holds it: a recipe is no "
-            "place for a secret"
+            f"{name} must be env:NAME, the environment variable that holds it: a recipe must not "
+            "contain secrets"
         )
 
 
@@ -88,7 +88,7 @@ def refuse_url(url: Any, needs_tls: bool, otherwise: str = "") -> None:
             "env:NAME"
         )
     if needs_tls and address.scheme == "http" and not is_loopback(host):
-        raise ValueError(f"a token would go to {host} in the clear: use https{otherwise}")
+        raise ValueError(f"a token would go to {host} unencrypted: use https{otherwise}")
 
 
 def root_of(url: str) -> str:

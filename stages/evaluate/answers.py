@@ -22,7 +22,7 @@ from quiver.stages.turns.statistics import LIMITS
 from .config import Config
 
 
-def count_unscored(
+def fill_cut_scores(
     config: Config, table: pa.Table, inputs: Mapping[str, Version]
 ) -> tuple[pa.Table, dict[str, Any]]:
     """Fill in the null scores of answers that were cut off, by the rule `config.unscored`.

@@ -47,8 +47,8 @@ def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
     if config_a.score != config_b.score:
         raise LineageError(
             f"{a.ref} {b.ref}",
-            f"measured {printable(config_a.score)} and {printable(config_b.score)}, which are no "
-            "two values of one score",
+            f"measured {printable(config_a.score)} and {printable(config_b.score)}, which are "
+            "different scores",
             next="evaluate both policies by recipes with the same evaluate.score",
         )
     names_a, names_b = pair_prompts(store, a, b)

@@ -33,14 +33,15 @@ class Config(Base):
     @classmethod
     def _positive(cls, ks: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(ks)) < len(ks) or any(k < 1 for k in ks):
-            raise ValueError("each k is at least 1 and stands once")
+            raise ValueError("each k must be at least 1 and occur once")
         return ks
 
     @model_validator(mode="after")
     def _cut_off_is_not_correct(self) -> Config:
         if self.unscored == "zero" and self.threshold <= 0:
             raise ValueError(
-                f"threshold is {self.threshold:g}, so an answer that a limit cut off would be "
-                'correct with its 0: set unscored = "worst" or "leave_out", or raise threshold'
+                f"threshold is {self.threshold:g}, so an answer that a limit cut off would "
+                'count as correct with its 0: set unscored = "worst" or "leave_out", or raise '
+                "threshold"
             )
         return self

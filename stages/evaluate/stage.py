@@ -5,9 +5,9 @@ An answer that a limit cut off before it was scored counts by the rule `unscored
 scores are left out of every estimate and counted; if all are null, the stage fails. With a
 `baseline`, an evaluation on the same prompts, the difference to it is estimated prompt by prompt.
 
-"Baseline" is the role of that version here, and in the metrics its score. Nights use it, and
-`quiver compare` pairs prompts in the same way. `quiver run` gives none: its `baseline` is the base
-policy's own evaluation, and a comparison of scores before and after is unpaired.
+The role `baseline` names that version, and the metric `baseline` is its score. Nights give one, and
+`quiver compare` pairs prompts in the same way. `quiver run` gives none to this stage: what it calls
+`baseline` is the evaluation of the base policy, and it compares scores before and after unpaired.
 
     refs = {"rollouts": "held/rollouts@1", "rewards": "held/rewards@1"}
     ref = run_stage("evaluate", Config(k=(1, 4)), store, **refs)
@@ -34,7 +34,7 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import Writer
 
 from . import estimators
-from .answers import count_unscored, steps_to_success
+from .answers import fill_cut_scores, steps_to_success
 from .config import Config
 
 STAGE_VERSION = 1
@@ -64,7 +64,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         if difference:
             raise LineageError(
                 str(baseline.ref),
-                f"is no baseline: {difference}",
+                f"cannot be the baseline: {difference}",
                 next="evaluate both on the same [data.held_out], with the same [evaluate]",
             )
         inputs["baseline"] = baseline
@@ -87,7 +87,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     inputs = plan.inputs
     table = _join(inputs["rollouts"], inputs["rewards"], config.score)
     not_scored = table["score"].null_count
-    table, metrics = count_unscored(config, table, inputs)
+    table, metrics = fill_cut_scores(config, table, inputs)
     metrics |= measure(config, table)
     metrics |= steps_to_success(inputs["rollouts"], table["score"], threshold_of(config))
     if "baseline" in inputs:
@@ -170,7 +170,7 @@ def _difference_to(
     """Describe how `baseline` differs from this evaluation; empty if it is comparable."""
     their_rollouts = baseline.manifest.input("rollouts")
     prompts = rollouts.manifest.input("prompts")
-    their_prompts = their_rollouts and store.open(their_rollouts.ref).manifest.input("prompts")
+    their_prompts = their_rollouts and store.open_input(their_rollouts).manifest.input("prompts")
     if not prompts or not their_prompts or prompts.content_hash != their_prompts.content_hash:
         theirs, ours = (entry.ref if entry else "unknown" for entry in (their_prompts, prompts))
         return f"its prompts are {theirs}, expected {ours}"
@@ -178,9 +178,9 @@ def _difference_to(
     theirs = measured | baseline.manifest.config
     if theirs != measured:
         return f"it measured {printable(theirs)}, expected {printable(measured)}"
-    their_rewards = store.open(baseline.manifest.require_input("rewards").ref)
+    their_rewards = store.open_input(baseline.manifest.require_input("rewards"))
     if not is_made_alike(their_rewards.manifest, rewards.manifest):
-        return f"it was scored otherwise, by {their_rewards.ref}; these are {rewards.ref}"
+        return f"it was scored differently, by {their_rewards.ref}; these are {rewards.ref}"
     return ""
 
 

@@ -27,11 +27,11 @@ class Config(Base):
     sampling: Sampling = Sampling()
     """The distribution to sample from."""
     seed: int = Field(default=0, ge=0)
-    """Base seed. Each row's own seed is derived from it, `iteration`, the group id and the sample
+    """Base seed. Each row's own seed is derived from it, `round`, the group id and the sample
     index."""
-    iteration: int = Field(default=0, ge=0)
-    """Iteration number; changes the seeds of the same prompts. In a recipe's flow the first
-    iteration is 1; an evaluation uses 0."""
+    round: int = Field(default=0, ge=0)
+    """Number of the round of sampling, from 1; changes the seeds of the same prompts. 0: an
+    evaluation. A recipe's flow sets it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype that the model computes in. auto: bfloat16 if the hardware supports it, else
     float32."""
@@ -66,7 +66,7 @@ class Config(Base):
         if self.sampling.temperature == 0 and self.samples_per_prompt > 1:
             raise ValueError(
                 f"temperature 0 gives {self.samples_per_prompt} equal samples: set a temperature "
-                "above 0, or samples_per_prompt = 1 where nothing is trained on them"
+                "above 0, or samples_per_prompt = 1 if nothing is trained on them"
             )
         try:
             options = engine_options(self.engine, self.options)

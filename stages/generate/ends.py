@@ -63,10 +63,9 @@ def warn_of_ends(plan: Plan, policy: Version) -> None:
     end = unknown_end(plan, policy).get("unknown_end")
     if end is not None:
         log.warning(
-            "%s: its chat template ends an assistant's turn with %s, at which no completion ends: "
-            "one that writes it goes on, mostly to max_tokens; set "
-            "generate.sampling.stop_token_ids = [%d], or add that id to eos_token_id in the "
-            "model's generation_config.json",
+            "%s: its chat template ends an assistant's turn with %s, but no completion ends there: "
+            "the policy continues, mostly to max_tokens. Set generate.sampling.stop_token_ids = "
+            "[%d], or add that id to eos_token_id in the model's generation_config.json",
             plan.inputs["prompts"].ref,
             printable(repr(end["text"])),
             end["id"],
@@ -80,9 +79,9 @@ def warn_of_ends(plan: Plan, policy: Version) -> None:
         text = texts.lost_text(id)
         if text and id != template_end.get("id"):
             log.warning(
-                "generate.sampling.stop_token_ids: %d ends a completion, so its text %s is no part "
-                "of completion_text, which rewards read; name the text in generate.sampling.stop "
-                "to keep it",
+                "generate.sampling.stop_token_ids: %d ends a completion, so its text %s is not "
+                "part of completion_text, which rewards read; name the text in "
+                "generate.sampling.stop to keep it",
                 id,
                 printable(repr(text)),
             )

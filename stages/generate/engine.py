@@ -145,12 +145,12 @@ ENGINES = {
     ),
     "vllm-server": Entry(
         "quiver.stages.generate.engines.vllm_server:VllmServerEngine",
-        "vLLM servers that somebody runs, named by their URLs; their weights are checked",
+        "vLLM servers that you start, named by their URLs; their weights are checked",
         VllmServerOptions,
     ),
     "transformers": Entry(
         "quiver.stages.generate.engines.transformers:TransformersEngine",
-        "encoder-decoder models (T5, BART), and whatever vLLM lacks",
+        "encoder-decoder models (T5, BART), and models that vLLM lacks",
         TransformersOptions,
     ),
     "scripted": Entry(
@@ -161,27 +161,27 @@ ENGINES = {
 }
 
 
-def engine_options(engine: str, options: dict[str, Any]) -> Config | None:
+def engine_options(name: str, options: dict[str, Any]) -> Config | None:
     """Return a shipped engine's checked options; None for your own engine, which checks its own.
 
-    Raises ConfigError for a wrong option, and if `engine` is neither a shipped name nor a path.
+    Raises ConfigError for a wrong option, and if `name` is neither a shipped name nor a path.
     """
-    if engine in ENGINES:
-        for name in options.keys() - ENGINES[engine].options.model_fields.keys():
-            owners = [other for other in ENGINES if name in ENGINES[other].options.model_fields]
+    if name in ENGINES:
+        for option in options.keys() - ENGINES[name].options.model_fields.keys():
+            owners = [other for other in ENGINES if option in ENGINES[other].options.model_fields]
             if owners:
                 raise ConfigError(
                     "generate.options",
-                    f"options.{name} is of engine {' and '.join(owners)}, not of {engine}",
+                    f"options.{option} belongs to engine {' and '.join(owners)}, not to {name}",
                     next="quiver keys generate.engine",
                 )
-        return parse(ENGINES[engine].options, options, "generate.options", is_section=True)
-    if ":" in engine:
+        return parse(ENGINES[name].options, options, "generate.options", is_section=True)
+    if ":" in name:
         return None
     raise ConfigError(
-        f"generate.engine {printable(repr(engine))}",
+        f"generate.engine {printable(repr(name))}",
         f"no such engine, expected one of {', '.join(ENGINES)}, or module:Class or "
-        f"file.py:Class of your own{did_you_mean(engine, ENGINES)}",
+        f"file.py:Class of your own{did_you_mean(name, ENGINES)}",
         next="quiver engines",
     )
 
@@ -196,13 +196,13 @@ def make_engine(name: str, setup: Setup) -> Engine:
     return engine_class(setup)
 
 
-def code_hash(engine: str, options: Config | None) -> str:
+def code_hash(name: str, options: Config | None) -> str:
     """Return the hash of your own engine or script, or "" if there is none.
 
     The code is not run. Raises ConfigError if it cannot be located.
     """
-    if engine not in ENGINES:
-        return plugins.fingerprint(plugins.locate(engine, "generate.engine"))
+    if name not in ENGINES:
+        return plugins.fingerprint(plugins.locate(name, "generate.engine"))
     if isinstance(options, ScriptedOptions) and ":" in options.script:
         return plugins.fingerprint(plugins.locate(options.script, "generate.options.script"))
     return ""

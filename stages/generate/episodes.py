@@ -5,7 +5,7 @@ delayed. An engine that decodes many rows at once (`ahead`) gets new rows only w
 slots. The environment's time costs the engine nothing as long as other episodes have turns to
 sample.
 
-`opening.opened` creates these requests.
+`opening.request_maker` creates these requests.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from quiver.stages.turns.saved import Beginning, Played
 _SECONDS_TO_WAIT = 2.0
 """Maximum wait for an environment's answer, before the stage does other work."""
 _ANOTHER_BEGINNING = (
-    "it begins otherwise than when its prompt was rendered, so it does not depend on seed and row "
-    "alone"
+    "it begins differently than when its prompt was rendered, so it depends on more than seed and "
+    "row"
 )
 _OPEN_FOR_EACH_PLACE = 4
 """Maximum open episodes for each row that the engine decodes at once."""

@@ -94,7 +94,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     inputs = {"prompts": store.open(refs["prompts"])} if refs.get("prompts") else {}
     for kind, version in {"policy": policy, **inputs}.items():
         if version.ref.kind != kind:
-            raise LineageError(str(version.ref), f"is no version of {kind}", next="quiver ls")
+            raise LineageError(str(version.ref), f"is not a version of {kind}", next="quiver ls")
     return Plan(
         store=store,
         stage="imported",
@@ -103,7 +103,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         run=into or policy.ref.run,
         kinds=("rollouts",),
         inputs=inputs,
-        models=(checkpoints.as_model("policy", policy),),
+        models=(checkpoints.model_entry("policy", policy),),
     )
 
 

@@ -1,10 +1,10 @@
 """Prepare a plan's episodes: the environments, the chat template, and each prompt's beginning.
 
     config = with_code_hashes(config, prompts)         # at planning; runs no user code
-    with opened(plan, writer, setup) as new_requests:  # `Requests` without [generate.turns]
+    with request_maker(plan, writer, setup) as new_requests:
         requests = new_requests(rows=rows, …)
 
-Without [generate.turns] nothing is opened.
+Without [generate.turns] no environment is opened, and `new_requests` is `Requests`.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def with_code_hashes(config: Config, prompts: Version) -> Config:
         how = "without [generate.turns]" if saved is None else "for another environment"
         raise ConfigError(
             str(prompts.ref),
-            f"its prompts were rendered {how}, of which they show the opening and the tools",
+            f"its prompts were rendered {how}, and prompts show an environment's opening and tools",
             next="quiver prompt RECIPE",
         )
     return config.model_copy(update={"turns": turns})
 
 
 @contextmanager
-def opened(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., Requests]]:
+def request_maker(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable[..., Requests]]:
     """Yield a function that makes a stage's requests, while environments and template are open.
 
     Raises ConfigError or ResourceError.

@@ -100,7 +100,7 @@ def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.
         raise ConfigError(
             shown_by,
             f"{policy.ref} sees no pictures",
-            next="take a vision-language model, or show it none",
+            next="take a vision-language model, or leave data.images out",
         )
     if config.turns is not None and config.turns.rewritten == "restart":
         raise ConfigError(

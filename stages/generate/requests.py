@@ -35,7 +35,7 @@ class Requests:
     texts: Texts
     take_shard: Callable[[], range | None]
     """Returns the rows of the next shard; None if there is none, at least for now."""
-    engine: str
+    engine_name: str
     """The engine's name in errors."""
     ahead: int
     vocabulary_size: int
@@ -144,7 +144,7 @@ class Requests:
 
     def _error(self, message: str, kind: type[QuiverError] = SchemaError) -> QuiverError:
         return kind(
-            f"engine {self.engine}",
+            f"engine {self.engine_name}",
             message,
             state="nothing of this shard was written; finished shards are kept.",
             next="run the same command again",

@@ -1,8 +1,8 @@
 """The lifetime of a stage's engine: closed after its rows, or asleep until the next call's policy.
 
-It sleeps if the caller holds its process.
+It sleeps if its process stays resident (`placement.resident_engine`).
 
-    with engine_at_work(config, setup, writer) as engine:    # which slept, or is a fresh one
+    with resident_or_fresh_engine(config, setup, writer) as engine:
         shards.make(engine, requests)
 
 A sleeping engine that does not take the new policy is an error here; the caller then repeats the
@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from quiver.schemas.errors import ResourceError, printable
-from quiver.stages.core.run.holding import this_process
+from quiver.stages.core.run.stage_process import this_process
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.model.loading import verify_model
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Resident:
+class ResidentEngine:
     """An engine that may sleep from one call to the next."""
 
     engine: Engine
@@ -54,7 +54,7 @@ class Resident:
                 reason = f"{type(error).__name__}: {printable(error)}"
         raise ResourceError(
             f"engine {printable(config.engine)}",
-            f"slept, and does not take {setup.policy.ref}: {reason}",
+            f"was asleep, and cannot load {setup.policy.ref}: {reason}",
             next="run the same command again",
         )
 
@@ -72,8 +72,8 @@ class Resident:
 
 
 @contextmanager
-def engine_at_work(config: Config, setup: Setup, writer: Writer) -> Iterator[Engine]:
-    """Yield the engine that sleeps in this process, with the new policy, or a fresh one.
+def resident_or_fresh_engine(config: Config, setup: Setup, writer: Writer) -> Iterator[Engine]:
+    """Yield the engine that slept in this process, with the new policy, or a fresh one.
 
     Notes its info in `writer`; if it slept before, with `resident` and the number of its policies.
     Afterwards it sleeps or is closed. One that refuses the policy is closed with its process.
@@ -82,15 +82,15 @@ def engine_at_work(config: Config, setup: Setup, writer: Writer) -> Iterator[Eng
         ConfigError, ResourceError: the engine cannot start, or does not take the policy.
         CorruptError: a file of the policy is damaged.
     """
-    resident = this_process.sleeper
+    resident = this_process.resident_engine
     with writer.phase("load"), ThreadPoolExecutor(1) as thread:
         # Hashing gigabytes takes as long as importing an engine's library, so do both at once.
         verification = thread.submit(verify_model, setup.policy)
-        setup = replace(setup, verified=verification.result, resident=this_process.may_wait)
+        setup = replace(setup, verified=verification.result, resident=this_process.may_be_resident)
         try:
             if resident is None:
                 engine = make_engine(config.engine, setup)
-                resident = Resident(engine, (config.engine, config.code_sha256))
+                resident = ResidentEngine(engine, (config.engine, config.code_sha256))
             else:
                 resident.take(config, setup)
         finally:
@@ -99,13 +99,13 @@ def engine_at_work(config: Config, setup: Setup, writer: Writer) -> Iterator[Eng
     writer.notes["engine"] = dict(resident.engine.info)
     if resident.num_policies > 1:
         writer.notes["engine"] |= {"resident": True, "policies": resident.num_policies}
-    this_process.sleeper = None
+    this_process.resident_engine = None
     try:
         yield resident.engine
         with writer.phase("close"):
-            if this_process.may_wait and resident.sleep():
-                this_process.sleeper = resident
+            if this_process.may_be_resident and resident.sleep():
+                this_process.resident_engine = resident
     finally:
-        if this_process.sleeper is None:
+        if this_process.resident_engine is None:
             with writer.phase("close"):
                 resident.close()

@@ -1,6 +1,6 @@
 """The rows of one rollouts version (their order, ids and seeds), and tables of finished rows.
 
-A row's seed is a hash of (recipe seed, iteration, group_id, sample_index), so it does not depend on
+A row's seed is a hash of (recipe seed, round, group_id, sample_index), so it does not depend on
 shards, order, restarts or the number of workers. Rows are ordered by prompt, then by sample.
 """
 
@@ -36,9 +36,9 @@ _OF_EPISODES = (
 """The columns that an episode decides."""
 
 
-def row_seed(seed: int, iteration: int, group_id: str, sample_index: int, *turn: int) -> int:
+def row_seed(seed: int, round: int, group_id: str, sample_index: int, *turn: int) -> int:
     """Return the 63-bit seed of a row, or of one of its turns; it is the same on every machine."""
-    digest = hashlib.sha256(canonical([seed, iteration, group_id, sample_index, *turn])).digest()
+    digest = hashlib.sha256(canonical([seed, round, group_id, sample_index, *turn])).digest()
     return int.from_bytes(digest[:8]) >> 1
 
 
@@ -71,7 +71,7 @@ class Rows:
         """Return the seed of a row, or of one of its turns."""
         config = self.config
         prompt, sample = divmod(index, config.samples_per_prompt)
-        return row_seed(config.seed, config.iteration, self._groups[prompt], sample, *turn)
+        return row_seed(config.seed, config.round, self._groups[prompt], sample, *turn)
 
     @property
     def rollout_ids(self) -> pa.ChunkedArray:

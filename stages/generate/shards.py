@@ -57,7 +57,7 @@ class Shards:
         unfinished = self.handout.unfinished()
         num_finished = self._count - len(unfinished)
         if num_finished:
-            log.info("taking up %d of %d shards that are finished", num_finished, self._count)
+            log.info("reusing %d of %d shards that are already finished", num_finished, self._count)
         num_rows = sum(len(self._range_of(index)) for index in unfinished)
         started_at = time.monotonic()
         logged_at = started_at
@@ -97,9 +97,9 @@ class Shards:
         table = pa.concat_tables([self._writer.read(index) for index in range(self._count)])
         num_tokens = pc.sum(pc.list_value_length(table["completion_ids"])).as_py() or 0
         speeds = [
-            worker["tokens"] / max(worker["seconds"].get("generate", 0.0), 1e-9)
-            for worker in self._writer.reports()
-            if worker.get("tokens")
+            report["tokens"] / max(report["seconds"].get("generate", 0.0), 1e-9)
+            for report in self._writer.reports()
+            if report.get("tokens")
         ]
         metrics = {
             "tokens": num_tokens,

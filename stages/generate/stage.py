@@ -25,14 +25,14 @@ from quiver.stages.core.store.writer import Writer
 from quiver.stages.model import checkpoints
 from quiver.stages.model.loading import base_of, verify_model
 
-from . import engine as engines
 from .config import Config
 from .ends import end_ids_of_generation_config, stop_ids_of, unknown_end, warn_of_ends
-from .opening import opened, with_code_hashes
+from .engine import ENGINES, Setup, code_hash, engine_options
+from .opening import request_maker, with_code_hashes
 from .options import VllmOptions
 from .prompts import context_limit, most_pictures, select_prompts
 from .requests import Requests
-from .resident import engine_at_work
+from .resident import resident_or_fresh_engine
 from .rows import Rows
 from .shards import Shards
 from .texts import Texts
@@ -45,8 +45,8 @@ _LEAST_ROOM = 64
 
 def import_ahead(config: Config) -> None:
     """Import a shipped engine's slow libraries before there is anything to sample."""
-    if config.engine in engines.ENGINES:
-        engine_class, _ = plugins.load(engines.ENGINES[config.engine].path, "generate.engine")
+    if config.engine in ENGINES:
+        engine_class, _ = plugins.load(ENGINES[config.engine].path, "generate.engine")
         if hasattr(engine_class, "import_ahead"):
             engine_class.import_ahead(config)
 
@@ -59,9 +59,9 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     prompts = store.open(refs["prompts"])
     policy = store.open(refs["policy"])
     config = with_code_hashes(config, prompts)
-    options = engines.engine_options(config.engine, config.options)
+    options = engine_options(config.engine, config.options)
     ends = () if config.sampling.ignore_eos else end_ids_of_generation_config(policy)
-    filled_in = {"code_sha256": engines.code_hash(config.engine, options), "end_token_ids": ends}
+    filled_in = {"code_sha256": code_hash(config.engine, options), "end_token_ids": ends}
     return Plan(
         store=store,
         stage="generate",
@@ -70,7 +70,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         run=into or prompts.ref.run,
         kinds=("rollouts",),
         inputs={"prompts": prompts},
-        models=(checkpoints.as_model("policy", policy),),
+        models=(checkpoints.model_entry("policy", policy),),
         patience_seconds=config.patience_seconds,
     )
 
@@ -93,33 +93,32 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     elif shards.handout.more():
         warn_of_ends(plan, policy)
         setup = engine_setup(config, policy, longest, most_pictures(config, prompts))
-        options = engines.engine_options(config.engine, config.options)
+        options = engine_options(config.engine, config.options)
         is_beside = isinstance(options, VllmOptions) and options.lora
         base = (checkpoints.adapter_base if is_beside else base_of)(plan.store, policy)
         setup = replace(setup, base=base)
-        with opened(plan, writer, setup) as new_requests:
+        # environments and their template are open meanwhile, if there are any
+        with request_maker(plan, writer, setup) as new_requests:
             _sample(config, setup, writer, new_requests, rows, shards)
     metrics, status = shards.summary()
-    engine_infos: list[dict[str, Any]] = []
-    # Workers on other machines may have another device or dtype.
-    for worker in writer.reports():
-        if "engine" in worker and worker["engine"] not in engine_infos:
-            engine_infos.append(worker["engine"])
-        if "template" in worker:
-            metrics["template"] = worker["template"]
-    engine, *other_engines = engine_infos or [{"name": config.engine}]
-    metrics |= {"engine": engine, "dropped": dropped[:_MOST_LISTED], **unknown_end(plan, policy)}
-    if other_engines:
-        metrics["other_engines"] = other_engines
+    infos: list[dict[str, Any]] = []
+    # Processes on other machines may have another device or dtype.
+    for report in writer.reports():
+        if "engine" in report and report["engine"] not in infos:
+            infos.append(report["engine"])
+        if "template" in report:
+            metrics["template"] = report["template"]
+    info, *other_infos = infos or [{"name": config.engine}]
+    metrics |= {"engine": info, "dropped": dropped[:_MOST_LISTED], **unknown_end(plan, policy)}
+    if other_infos:
+        metrics["other_engines"] = other_infos
     if dropped:
         status["dropped"] = len(dropped)
-    device = engine.get("device", "cpu")
+    device = info.get("device", "cpu")
     writer.finish(metrics=metrics, status=status, device=device, ids=rows.rollout_ids)
 
 
-def engine_setup(
-    config: Config, policy: Version, longest: int, most_pictures: int
-) -> engines.Setup:
+def engine_setup(config: Config, policy: Version, longest: int, most_pictures: int) -> Setup:
     """Return the engine's setup, for rows of at most `longest` ids and `most_pictures` pictures.
 
     `max_model_len` is a power of two, or three quarters of one, or the context limit, so that it
@@ -129,7 +128,7 @@ def engine_setup(
     room = 2 ** math.ceil(math.log2(least_room))
     if least_room <= room * 3 // 4:
         room = room * 3 // 4
-    return engines.Setup(
+    return Setup(
         policy=policy,
         sampling=config.sampling,
         stop_ids=stop_ids_of(config, policy),
@@ -144,7 +143,7 @@ def engine_setup(
 
 def _sample(
     config: Config,
-    setup: engines.Setup,
+    setup: Setup,
     writer: Writer,
     new_requests: Callable[..., Requests],
     rows: Rows,
@@ -160,12 +159,12 @@ def _sample(
         # Name a missing or truncated file at once, before anything is imported.
         if "/" not in entry.name and sizes.get(entry.name) != entry.bytes:
             policy.verify(entry.name)
-    with engine_at_work(config, setup, writer) as engine:
+    with resident_or_fresh_engine(config, setup, writer) as engine:
         requests = new_requests(
             rows=rows,
             texts=Texts.of(policy, setup.stop_ids),
             take_shard=shards.take,
-            engine=config.engine,
+            engine_name=config.engine,
             ahead=getattr(engine, "ahead", 1),
             vocabulary_size=checkpoints.vocabulary_size(policy),
             max_tokens=config.sampling.max_tokens,

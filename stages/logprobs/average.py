@@ -3,8 +3,8 @@
     reference ← (1 − rate) · reference + rate · policy
 
 The result is a policy version of its own (the flow writes it into the run `<run>.ref`), so it has a
-hash and a lineage. It can be loaded, scored under or evaluated like any other. Models whose weights
-have other names or shapes are refused.
+hash and a lineage. It can be loaded, evaluated or give logprobs like any other. Models whose
+weights have other names or shapes are refused.
 
     run_stage("average", Config(rate=0.1), store, reference="arith/policy@0",
         policy="arith/policy@3", into="arith.ref")
@@ -44,16 +44,16 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     Raises ConfigError.
     """
     if into is None:
-        raise ConfigError("stage average", "no run is named", next="say into which run it goes")
+        raise ConfigError("stage average", "no run is named", next="name the run to write into")
     versions = {role: store.open(refs[role]) for role in ("reference", "policy")}
     for version in versions.values():
         if checkpoints.is_adapter_alone(version):
             raise ConfigError(
                 str(version.ref),
-                "it holds an adapter alone, and whole weights are averaged",
+                "it holds only an adapter, and only whole weights can be averaged",
                 next='train with optimize.lora.save = "merged"',
             )
-    models = tuple(checkpoints.as_model(role, version) for role, version in versions.items())
+    models = tuple(checkpoints.model_entry(role, version) for role, version in versions.items())
     return Plan(
         store=store,
         stage="average",

@@ -1,4 +1,4 @@
-"""Config of logprobs: the model that scores, and how its forward pass runs.
+"""Config of logprobs: the model, and how its forward pass runs.
 
 Not of the spine: look up fields by name.
 """
@@ -25,7 +25,7 @@ class PassConfig(Base):
     token_budget: Runtime[int | None] = Field(default=None, ge=1)
     """Tokens per micro-batch. Default: 8192 on a GPU, 2048 on a CPU."""
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
-    """Device to score on."""
+    """Device of the pass."""
     other_special_tokens: Runtime[bool] = False
     """Accept a policy whose special tokens have other ids than the sampling policy's, such as a
     base model that knows no chat. All other tokens must always be the same."""
@@ -43,5 +43,5 @@ class Config(PassConfig):
 
     @property
     def is_of_sampler(self) -> bool:
-        """True if only the policy that sampled may score."""
+        """True if only the policy that sampled may compute them."""
         return self.role == "prox" and self.prox_of == "behaviour"

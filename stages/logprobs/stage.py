@@ -1,9 +1,10 @@
-"""The logprobs stage: score saved completions under a checkpoint, for any number of optimizer runs.
+"""The logprobs stage: the logprobs of saved completions under a checkpoint, for any number of
+optimizer runs.
 
-Role `ref` scores under the reference policy, for the KL term; a sweep over `kl_coef` then loads no
-reference model. Role `prox` scores with the trainer's numerics, for the ratio's denominator. It
-uses exactly the weights that sampled, or the weights that a training starts from (`prox_of`). Each
-row is scored at its own temperature.
+Role `ref` takes the reference policy, for the KL term; a sweep over `kl_coef` then loads no
+reference model. Role `prox` takes exactly the weights that sampled, or the weights that a training
+starts from (`prox_of`), with the trainer's numerics, for the ratio's denominator. Each row has its
+own temperature.
 
 Refused: `prox` under other weights than the sampling ones, unless `prox_of` is "start"; a model
 whose tokenizer has another token for some id than the sampling policy's (special tokens may differ
@@ -37,13 +38,13 @@ log = logging.getLogger(__name__)
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
-    """Plan to score the completions of `refs["rollouts"]` under `refs["policy"]`.
+    """Plan the logprobs of the completions of `refs["rollouts"]` under `refs["policy"]`.
 
     Raises LineageError.
     """
     rollouts = store.open(refs["rollouts"])
     policy = store.open(refs["policy"])
-    model = checkpoints.as_model(config.role, policy)
+    model = checkpoints.model_entry(config.role, policy)
     sampler = rollouts.manifest.model("policy")
     if config.is_of_sampler and (sampler is None or sampler.weights != model.weights):
         sampled_by = f"{sampler.weights[:12]}… ({sampler.ref})" if sampler else "no policy"
@@ -66,13 +67,13 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Score the missing shards.
+    """Compute the missing shards.
 
     Raises ConfigError, LineageError, NumericError or SchemaError.
     """
     from quiver.stages.model.images.dataset import load_pictures
 
-    from .scoring import Scorer
+    from .forward_pass import LogprobPass
 
     writer = writers["logprobs"]
     policy = plan.store.open(plan.models[0].ref)
@@ -81,39 +82,43 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     check_rows(table, str(rollouts.ref), policy)
     _require_same_tokens(plan, policy)
     num_tokens = 0
-    scorer = pictures = None
+    forward_pass = pictures = None
     with short_of_memory("logprobs", "lower logprobs.token_budget"):
         for index in writer.take_shards(max(1, -(-len(table) // ROWS_PER_SHARD))):
-            if scorer is None:  # loads nothing if all shards are already scored
+            if forward_pass is None:  # loads nothing if no shard is missing
                 with writer.phase("load"):
-                    scorer = Scorer(plan.config, policy, base_of(plan.store, policy))
+                    forward_pass = LogprobPass(plan.config, policy, base_of(plan.store, policy))
                     pictures = load_pictures(plan.store, rollouts, table, policy)
             start = index * ROWS_PER_SHARD
             rows = table.slice(start, ROWS_PER_SHARD)
-            with writer.phase("score"):
-                shard = scorer.score(rows, pictures and pictures.slice(start, len(rows)))
+            with writer.phase("pass"):
+                shard = forward_pass.compute_logprobs(
+                    rows, pictures and pictures.slice(start, len(rows))
+                )
             is_finite = pc.is_finite(shard["logprobs"].combine_chunks().flatten())
             if not pc.all(is_finite, min_count=0).as_py():
                 raise NumericError(
                     str(policy.ref),
-                    f"gives a logprob that is not finite in rows {start} and on",
+                    f"gives a logprob that is not finite, in row {start} or one of the next",
                     next="set logprobs.precision = 'fp32'",
                 )
             num_tokens += _count_tokens(shard["logprobs"])
-            writer.notes.update(scorer.ways, tokens=num_tokens, device=scorer.device.type)
+            writer.notes.update(
+                forward_pass.ways, tokens=num_tokens, device=forward_pass.device.type
+            )
             writer.write(index, shard)
             done = min(start + ROWS_PER_SHARD, len(table))
             log.info("logprobs: %d of %d rows", done, len(table))
-    workers = [worker for worker in writer.reports() if worker.get("tokens")]
-    first_worker = workers[0] if workers else {}
-    speed = sum(worker["tokens"] / worker["seconds"]["score"] for worker in workers)
+    reports = [report for report in writer.reports() if report.get("tokens")]
+    first_report = reports[0] if reports else {}
+    speed = sum(report["tokens"] / report["seconds"]["pass"] for report in reports)
     metrics = {
         "tokens": _count_tokens(table["completion_ids"]),
-        "tokens_per_second": round(speed, 1) if workers else None,
-        "packing": first_worker.get("packing"),
-        "attention": first_worker.get("attention"),
+        "tokens_per_second": round(speed, 1) if reports else None,
+        "packing": first_report.get("packing"),
+        "attention": first_report.get("attention"),
     }
-    device = first_worker.get("device", "cpu")
+    device = first_report.get("device", "cpu")
     writer.finish(metrics=metrics, device=device, ids=table["rollout_id"])
 
 
@@ -148,11 +153,11 @@ def _require_same_tokens(plan: Plan, policy: Version) -> None:
     policy_token = tokenizers[1].convert_ids_to_tokens(id)
     raise LineageError(
         str(policy.ref),
-        f"its tokenizer is not that of {sampler.ref}, which sampled: {len(differing)} "
+        f"its tokenizer is another than {sampler.ref} sampled with: {len(differing)} "
         f"{'special ' if all_special else ''}ids are other tokens, such as {id}, expected "
         f"{printable(repr(token))}, found "
         f"{printable(repr(policy_token)) if policy_token else 'none'}",
         next="set logprobs.other_special_tokens = true"
         if all_special
-        else f"score under a policy with the tokenizer of {sampler.ref}",
+        else f"take a policy with the tokenizer of {sampler.ref}",
     )

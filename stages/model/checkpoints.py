@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
-from quiver.schemas.manifest import Model, digest
+from quiver.schemas.manifest import ModelEntry, digest
 from quiver.stages.core.config import Config as Base
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.stage import Plan, Refs
@@ -147,7 +147,7 @@ def plan(config: PolicyConfig, store: Store, refs: Refs, into: str | None = None
     SecurityError.
     """
     if into is None:
-        raise ConfigError("stage policy", "no run is named", next="say into which run it goes")
+        raise ConfigError("stage policy", "no run is named", next="name the run to write into")
     return Plan(
         store,
         stage="policy",
@@ -283,8 +283,8 @@ def find_folder(model: str, revision: str | None, field: str) -> Path:
 # -- how a checkpoint is identified
 
 
-def folder_as_model(role: str, name: str, folder: Path, *, remembered: bool) -> Model:
-    """Return the manifest entry of a model directory outside any store, like `as_model`.
+def folder_model_entry(role: str, name: str, folder: Path, *, remembered: bool) -> ModelEntry:
+    """Return the manifest entry of a model directory outside any store, like `model_entry`.
 
     Args:
         role: The model's role, such as "policy".
@@ -293,23 +293,23 @@ def folder_as_model(role: str, name: str, folder: Path, *, remembered: bool) -> 
         remembered: If true, cached hashes are enough, as for a plan. For a new manifest pass
             False, which reads every byte.
     """
-    return _as_model(role, name, hash_files(_model_files(folder), remembered=remembered))
+    return _model_entry(role, name, hash_files(_model_files(folder), remembered=remembered))
 
 
-def as_model(role: str, version: Version) -> Model:
+def model_entry(role: str, version: Version) -> ModelEntry:
     """Return the manifest entry of a policy version: hashes of weights and config, of the
     tokenizer, of the chat template, and of the processor if any."""
     entries = [(entry.name, entry.sha256) for entry in version.manifest.files]
     if is_adapter_alone(version):
-        # named like top-level weights, so that `_as_model` counts them as weights
+        # named like top-level weights, so that `_model_entry` counts them as weights
         base = version.manifest.input("base")
         adapter = [sha256 for name, sha256 in entries if name == ADAPTER_WEIGHTS]
         entries += [("adapter.safetensors", sha256) for sha256 in adapter]
         entries.append(("base.safetensors", base.content_hash))
-    return _as_model(role, str(version.ref), entries)
+    return _model_entry(role, str(version.ref), entries)
 
 
-def _as_model(role: str, ref: str, hashes: list[tuple[str, str]]) -> Model:
+def _model_entry(role: str, ref: str, hashes: list[tuple[str, str]]) -> ModelEntry:
     weights = [
         (name, sha256)
         for name, sha256 in hashes
@@ -317,7 +317,7 @@ def _as_model(role: str, ref: str, hashes: list[tuple[str, str]]) -> Model:
         or (name.endswith((".safetensors", ".index.json")) and "/" not in name)
     ]
     processor = [entry for entry in hashes if entry[0] in PROCESSOR_FILES]
-    return Model(
+    return ModelEntry(
         role=role,
         ref=ref,
         weights=digest(weights),
@@ -343,20 +343,20 @@ def adapter_base(store: Store, policy: Version) -> Version | None:
     base_input = policy.manifest.input("base")
     if base_input is None:
         return None
-    found_hash = "none of that name"
+    found_hash = "no such version"
     with suppress(LineageError):
-        base = store.open(base_input.ref)
+        base = store.open_input(base_input)
         if base.manifest.content_hash == base_input.content_hash:
             return base
         found_hash = f"{base.manifest.content_hash[:12]}…"
     if is_adapter_alone(policy):
         state = "nothing was changed."
         advice = (
-            ": without it the adapter is no model. A base that a recipe imported is imported again "
-            "by its next run"
+            ": without it the adapter cannot be used. A base that a recipe imported is imported "
+            "again by its next run"
         )
     else:
-        state = "its merged weights are whole; nothing was changed."
+        state = "its merged weights are complete; nothing was changed."
         advice = f", or start a new run with policy.model = {str(policy.files.folder)!r}"
     raise LineageError(
         str(policy.ref),
@@ -386,7 +386,7 @@ def _read_json(version: Version, name: str) -> dict[str, Any]:
         return {}
     content = parse_object(version.files.read(name))
     if content is None or not isinstance(content.get("text_config") or {}, dict):
-        raise _unusable(version, f"{name} is no JSON object")
+        raise _unusable(version, f"{name} is not a JSON object")
     return content
 
 

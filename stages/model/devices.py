@@ -51,8 +51,8 @@ def uses_gpu(key: str, device: str, nodes: Path = Path("/dev")) -> bool:
     if node is not None and not is_hidden:
         raise ConfigError(
             f"{key} auto",
-            f"there is a GPU, {node}, and torch sees none: its build ({torch.__version__}) or the "
-            f'driver is another; {key} = "cpu" would do without',
+            f"there is a GPU, {node}, but torch sees none: its build ({torch.__version__}) and the "
+            f'driver do not match; {key} = "cpu" runs without it',
             next="quiver doctor",
         )
     return False

@@ -48,7 +48,7 @@ def fastest_mode(config: Any) -> tuple[str, str]:
     An encoder-decoder model has no positions that packing could change.
     """
     if config.model_type not in FAMILIES:
-        return "single", f"models of type {printable(config.model_type)} were not tried"
+        return "single", f"models of type {printable(config.model_type)} have not been tested"
     if not config.is_encoder_decoder and depends_on_length(config):
         return "single", "the model's positions depend on the length of the row"
     names = types_of(config)

@@ -72,7 +72,7 @@ def check_folder(folder: Path, name: str, *, has_weights: bool = True) -> None:
     if (folder / "tokenizer.json").is_file():
         with (folder / "tokenizer.json").open("rb") as file:  # too large to parse each time
             if not file.read(64).lstrip().startswith(b"{"):
-                problem = "tokenizer.json is no JSON object"
+                problem = "tokenizer.json is not a JSON object"
                 raise _unusable(title, problem, "correct tokenizer.json")
     if has_weights:
         _check_weights(folder, title)
@@ -86,7 +86,7 @@ def _check_json(path: Path, title: str) -> None:
     content = parse_object(path.read_bytes()) if path.is_file() else None
     text_config = (content or {}).get("text_config") or {}
     if content is None or not isinstance(text_config, dict):
-        raise _unusable(title, f"{path.name} is no JSON object", f"correct {path.name}")
+        raise _unusable(title, f"{path.name} is not a JSON object", f"correct {path.name}")
     for key, number in {**content, **text_config}.items():
         is_number = type(number) is int and number > 0
         if key == "max_position_embeddings":
@@ -139,7 +139,7 @@ def _check_weights(folder: Path, title: str) -> None:
         weight_map = (parse_object(index.read_bytes()) or {}).get("weight_map")
         shards = sorted({*map(str, weight_map.values())}) if isinstance(weight_map, dict) else []
         if not shards:
-            problem = f"{index.name} is no index of weight files"
+            problem = f"{index.name} is not an index of weight files"
             raise _unusable(title, problem, f"correct {index.name}")
         outside = [shard for shard in shards if Path(shard).name != shard]
         if outside:
@@ -163,7 +163,7 @@ def _check_weights(folder: Path, title: str) -> None:
         if (folder / "adapter").is_dir():
             raise ConfigError(
                 title,
-                "it holds an adapter alone, without the weights that this goes on",
+                "it holds only an adapter, without the weights under it",
                 next='name a policy that was trained with optimize.lora.save = "merged"',
             )
         raise _unusable(title, "no *.safetensors")
@@ -171,7 +171,7 @@ def _check_weights(folder: Path, title: str) -> None:
         if not re.fullmatch(FILE_NAME, path.name):
             raise ConfigError(
                 title,
-                f"the name of {printable(path.name)} has other characters than A-Z a-z 0-9 . _ -",
+                f"the name of {printable(path.name)} has characters other than A-Z a-z 0-9 . _ -",
                 next="rename the file, or name another model",
             )
         try:

@@ -207,7 +207,7 @@ def load_pretrained(loader: Any, folder: Path, name: str, **options: Any) -> Pre
     if missing:
         raise ConfigError(
             name,
-            f"{len(missing)} weights are missing, which would be random: {printable(missing[0])}",
+            f"{len(missing)} weights are missing and would be random: {printable(missing[0])}",
             next="complete its files, or name another model",
         )
     take_own_attention(model)
@@ -344,8 +344,8 @@ def check_rows(
     if has_turns and is_encoder_decoder(version):
         raise ConfigError(
             name,
-            "holds rollouts of several turns, and an encoder-decoder model reads a prompt and "
-            "answers it, once",
+            "holds rollouts of several turns, but an encoder-decoder model answers a prompt only "
+            "once",
             next="take a causal language model",
         )
     if has_turns:

@@ -73,7 +73,7 @@ def shape_of(config: transformers.PreTrainedConfig) -> Shape:
     name = f"model {config.model_type}"
     text = config.get_text_config(decoder=True)
     if config.is_encoder_decoder or not hasattr(text, "num_attention_heads"):
-        message = "its memory can be told of decoders with attention alone"
+        message = "its memory cannot be estimated: it is not a decoder with attention"
         raise ConfigError(name, message, next=_NOT_KNOWN)
     loader = transformers.AutoModelForCausalLM
     if getattr(config, "vision_config", None) is not None:
@@ -82,7 +82,7 @@ def shape_of(config: transformers.PreTrainedConfig) -> Shape:
         model = loader.from_config(config)
     layers = [_count(layer) for layer in layers_of(model)]
     if not layers:
-        message = "its memory cannot be told: it has no layers of a kind that is known here"
+        message = "its memory cannot be estimated: it has no layers of a known kind"
         raise ConfigError(name, message, next=_NOT_KNOWN)
 
     def first(*names: str) -> Any:

@@ -100,8 +100,8 @@ class Ragged:
         """Return other values [N, …] in the same rows."""
         return Ragged(values, self.offsets)
 
-    def positions(self, indices: Tensor) -> Tensor:
-        """Return the positions in `values` of rows `indices` [b], row after row: [n] int64."""
+    def places(self, indices: Tensor) -> Tensor:
+        """Return the places in `values` of rows `indices` [b], row after row: [n] int64."""
         lengths = self.lengths[indices]
         starts_here = lengths.cumsum(0) - lengths
         shift = _repeat(self.offsets[indices] - starts_here, lengths, int(lengths.sum()))

@@ -7,7 +7,7 @@ that history begins a new sequence of the same rollout.
     prompt P P, turn x x x, observation o o, turn y y; then a history R R R and a turn z z
 
     read        P P | x x x o o y y    R R R | z z
-    in the row        x x x o o y      R R R   z      without ids that are only targets
+    in the strip      x x x o o y      R R R   z      without ids that are only targets
     index             0 1 2 3 4 5      6 7 8   9      among the ids after the prompt
     target            x x x     y y            z z    the sampled ids
     predictor        -1 0 1     4 5            8 9    the token before it; -1: the prompt's last
@@ -74,7 +74,7 @@ class Turns:
 
     @cached_property
     def input_lengths(self) -> Tensor:
-        """[B] int64: number of tokens that each rollout adds to the row after its prompt.
+        """[B] int64: number of tokens that each rollout adds to the strip after its prompt.
 
         From each sequence these are the tokens before its last sampled id.
         """
@@ -116,7 +116,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Ids that B rollouts add to the row after their prompts, as in the picture above."""
+    """Ids that B rollouts add to the strip after their prompts, as in the picture above."""
 
     ids: Ragged
     """[B rows] int32: the tokens after which an id is predicted."""
@@ -164,7 +164,7 @@ class Inputs:
 
 
 class AfterPrompts(NamedTuple):
-    """Ids that b rollouts add to the row after their prompts."""
+    """Ids that b rollouts add to the strip after their prompts."""
 
     ids: list[np.ndarray]
     """[b] arrays, one per rollout."""
@@ -177,8 +177,8 @@ class AfterPrompts(NamedTuple):
     restart_counts: np.ndarray
     """[b] int64: number of restarts in each rollout."""
 
-    def restart_places(self, starts: np.ndarray) -> np.ndarray:
-        """[r] the same positions in the row, in which the `ids` begin at `starts` [b]."""
+    def restart_indices(self, starts: np.ndarray) -> np.ndarray:
+        """[r] the same as indices into the strip, in which the `ids` begin at `starts` [b]."""
         return self.restarts + np.repeat(starts, self.restart_counts)
 
 

@@ -120,7 +120,7 @@ def _copy(kept: Path, folder: Path) -> bool:
             shutil.copyfile(kept / name, folder / name)
         if dict(hash_files(folder / name for name in names)) == hashes:
             return True
-    log.info("%s in the cache is damaged, and is made anew", kept.name)
+    log.info("%s in the cache is damaged, and is made again", kept.name)
     shutil.rmtree(kept, ignore_errors=True)
     for name in names:
         (folder / name).unlink(missing_ok=True)

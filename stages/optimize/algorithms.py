@@ -35,12 +35,13 @@ class Algorithm:
     """(rewards [B], groups [B]) -> advantages [B]. It also gets, if it has arguments of these
     names, `lengths` [B] in tokens, and `parts` and `part_weights` [B, P] of the rewards."""
     surrogate: str | Callable[..., Any]
-    """(Tokens, **options) -> loss [N], at_bound [N] bool"""
+    """(Tokens, **options) -> token losses [N], at_bound [N] bool"""
     aggregation: str | Callable[..., Any]
     """(lengths [B], max_completion_tokens) -> weights [N] of the whole optimizer step. It also gets
     `groups` [B] if it has an argument of that name."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    reference: str = ""
+    paper: str = ""
+    """Its URL."""
     description: str = ""
     zero_is_idle: bool = True
     """True if a token of advantage 0 has no gradient, so rollouts with advantage 0 need no pass
@@ -50,9 +51,9 @@ class Algorithm:
     """Unit that has its own advantage. turns, for `optimize.credit = "turn"`: `advantage` is
     (rewards [T], offsets [B+1], groups [B]) -> advantages [T]. tokens: (rewards [N], offsets [B+1])
     -> advantages [N]; it also gets `groups` [B], `gamma` and `gae_lambda` if it has arguments of
-    these names, and the `columns`. Advantages of tokens are then whitened over the batch, unless
+    these names, and what it `needs`. Advantages of tokens are then whitened over the batch, unless
     the function takes `groups`."""
-    columns: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
     """Arguments of a per-token `advantage` that one pass before the first step provides: `logprobs`
     [N]; `collisions` [N], Σ p² over the vocabulary; `values` [N], from a value head that is trained
     beside the policy; `last_values` [B], values of the states after the last tokens. With `values`
@@ -61,7 +62,7 @@ class Algorithm:
     @property
     def critic(self) -> bool:
         """True if a value head is trained beside the policy."""
-        return "values" in self.columns
+        return "values" in self.needs
 
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
@@ -242,7 +243,7 @@ ALGORITHMS = {
             "https://arxiv.org/abs/2602.07078",
             "a baseline for each token, weighted by what the tokens up to it weigh in the gradient",
             advantage_of="tokens",
-            columns=("logprobs", "collisions"),
+            needs=("logprobs", "collisions"),
         ),
         Algorithm(
             "ppo",
@@ -253,7 +254,7 @@ ALGORITHMS = {
             "https://arxiv.org/abs/1707.06347",
             "a value head judges every token; one rollout a prompt is enough",
             advantage_of="tokens",
-            columns=("values", "last_values"),
+            needs=("values", "last_values"),
         ),
     )
 }
@@ -288,10 +289,10 @@ def resolve(name: str) -> Algorithm:
     problem = contract.problem_of(row)
     named = [known for known in ALGORITHMS.values() if known.advantage == row.advantage]
     for known in named[:1]:
-        if (known.advantage_of, {*known.columns}) != (row.advantage_of, {*row.columns}):
+        if (known.advantage_of, {*known.needs}) != (row.advantage_of, {*row.needs}):
             problem = problem or (
                 f"expected the advantage {known.advantage} to be of {known.advantage_of}, with "
-                f"columns {known.columns}"
+                f"needs {known.needs}"
             )
     if problem:
         raise ConfigError(f"optimize.algorithm {name}", problem, next="correct the algorithm's row")
@@ -300,7 +301,7 @@ def resolve(name: str) -> Algorithm:
         function = getattr(row, role)
         if callable(function):
             kind = row.advantage_of if role == "advantage" else role
-            functions[role] = contract.checked(f"{name} {role}", kind, function, row.columns)
+            functions[role] = contract.checked(f"{name} {role}", kind, function, row.needs)
     return dataclasses.replace(row, **functions)
 
 

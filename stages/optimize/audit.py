@@ -3,7 +3,18 @@
 Wrong weights, a wrong template, another temperature, raw instead of processed logprobs: each gives
 finite losses and a policy that gets worse. Each also moves the mean gap between the trainer's and
 the engine's logprobs far beyond what their numerics can differ. So they are compared before the
-first update.
+first update, and NumericError stops the training before any weight changes:
+
+    rollouts                        number                           largest value
+    sampled without bias            mean |trainer − old|             audit.max_mean_gap
+    truncated (top_p, top_k, …)     mean max(trainer − old, 0)       audit.max_mean_gap
+    with penalties                  mean (trainer − old)             audit.max_mean_gap
+    no prox logprobs, tight clip    mean |trainer − old|             a tenth of the clip bound
+
+Means are over the sampled tokens. `trainer` are the trainer's logprobs under the weights that the
+training starts from, `old` the engine's. If prox logprobs are given, the first three hold for them
+as well. Rollouts of an older policy are stale: their trainer − old is only measured, and their prox
+logprobs are held to the bound if they are of the policy that sampled.
 """
 
 from __future__ import annotations
@@ -47,7 +58,8 @@ def audit(
         stale_report = {**_measure_rows(objective, batch, logprobs, stale_rows), "judged": None}
         report = {**report, "stale": stale_report} if report else stale_report
     if batch.prox_logprobs is None:
-        _require_clip_beyond_noise(report, objective.config.tightest_clip())
+        if fresh_rows:  # the gap of stale rollouts is the policy's progress, not noise
+            _require_clip_beyond_noise(report, objective.config.tightest_clip())
         return report
     own_rows = rows if objective.config.prox_of == "behaviour" else fresh_rows
     if own_rows:
@@ -79,9 +91,9 @@ def _compare(
         report = {**_measure_rows(objective, batch, logprobs, unbiased_rows), "judged": "mean_gap"}
         if not report["mean_gap"] <= limit:
             raise _too_far(
-                f"{name} differ from the engine's by {report['mean_gap']:.4f} nats a token in the "
-                f"mean (at most {report['max_gap']:.3f}), allowed is "
-                f"optimize.audit.max_mean_gap = {limit}; the engine sampled with other weights, "
+                f"{name} differ from the engine's by {report['mean_gap']:.4f} nats a token on "
+                f"average (at most {report['max_gap']:.3f}), allowed is "
+                f"optimize.audit.max_mean_gap = {limit}. The engine sampled with other weights or "
                 "another temperature, or reported raw logprobs"
             )
     if biased_rows:
@@ -97,10 +109,10 @@ def _compare(
         )
         if not excess <= limit:
             raise _too_far(
-                f"{name} are above the engine's by {excess:.4f} nats a token in the mean, allowed "
-                f"is optimize.audit.max_mean_gap = {limit}; sampling was biased ({names}), so they "
-                "may be below them, and not above: the engine sampled with other weights, another "
-                "temperature, or reported raw logprobs"
+                f"{name} are above the engine's by {excess:.4f} nats a token on average, allowed "
+                f"is optimize.audit.max_mean_gap = {limit}. Biased sampling ({names}) can only put "
+                "them below: the engine sampled with other weights or another temperature, or "
+                "reported raw logprobs"
             )
         report = {**report, "biased": biased_report} if report else biased_report
     return report
@@ -112,8 +124,7 @@ def _too_far(message: str, next: str = "") -> NumericError:
         message,
         state="no weight was changed, no version was written.",
         next=next
-        or "generate with the very checkpoint that is trained, or raise "
-        "optimize.audit.max_mean_gap",
+        or "generate with the checkpoint that is trained, or raise optimize.audit.max_mean_gap",
     )
 
 
@@ -128,7 +139,7 @@ def _measure_rows(
         low, high = -math.expm1(-low), math.expm1(high)
     old = batch.sequences.completions.with_values(batch.old_logprobs).take(torch.tensor(rows))
     report = measure(
-        logprobs[batch.positions(rows)],
+        logprobs[batch.places(rows)],
         old.values,
         old.offsets,
         low,
@@ -196,7 +207,7 @@ def _require_clip_beyond_noise(report: dict[str, Any], clip: float | None) -> No
         return
     raise _too_far(
         f"the trainer's logprobs differ from the engine's by {report['mean_gap']:.2g} nats a token "
-        f"in the mean, expected at most {clip / 10:.2g}, a tenth of the clip bound {clip:g}: the "
-        "ratio would be clipped for the engine's noise, since no proximal logprobs are given",
+        f"on average, expected at most {clip / 10:.2g}, a tenth of the clip bound {clip:g}. "
+        "Without proximal logprobs, the engine's noise would be clipped",
         "give proximal logprobs (stage logprobs, role prox), as a recipe does by itself",
     )

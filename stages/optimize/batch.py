@@ -17,7 +17,7 @@ from quiver.stages.model.forward.layout import Sequences
 from quiver.stages.model.ragged import Ragged
 
 
-class Part(NamedTuple):
+class TokenColumns(NamedTuple):
     """Columns [n] of the n tokens of some rollouts, taken from `Batch`, on one device."""
 
     offsets: Tensor
@@ -107,24 +107,24 @@ class Batch:
 
     def counted_tokens(self, members: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return how many tokens of each of the rollouts `members` have a weight [b], 0 for masked
-        ones; and the positions [n] of these tokens among the N."""
+        ones; and the places [n] of these tokens among the N."""
         rows = torch.as_tensor(members, dtype=torch.int64)
         lengths = self.sequences.completions.lengths[rows]
         if self.masked is None:
-            return lengths, self.positions(rows)
+            return lengths, self.places(rows)
         is_masked = self.masked[rows]
-        return lengths.masked_fill(is_masked, 0), self.positions(rows[~is_masked])
+        return lengths.masked_fill(is_masked, 0), self.places(rows[~is_masked])
 
-    def positions(self, rows: Sequence[int] | Tensor) -> Tensor:
-        """Return the positions [n] int64 of the completion tokens of rollouts `rows` among the
+    def places(self, rows: Sequence[int] | Tensor) -> Tensor:
+        """Return the places [n] int64 of the completion tokens of rollouts `rows` among the
         N."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
-        return self.sequences.completions.positions(rows)
+        return self.sequences.completions.places(rows)
 
-    def part(self, rows: Sequence[int] | Tensor, device: torch.device) -> Part:
+    def token_columns(self, rows: Sequence[int] | Tensor, device: torch.device) -> TokenColumns:
         """Return the tokens of rollouts `rows` [b] on `device`."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
-        positions = self.positions(rows)
+        places = self.places(rows)
         columns = (
             self.old_logprobs,
             self.prox_logprobs,
@@ -134,13 +134,13 @@ class Batch:
             self.returns,
         )
         lengths = self.sequences.completions.lengths[rows]
-        offsets = Ragged.from_lengths(positions, lengths).offsets
-        taken = [None if column is None else column[positions].to(device) for column in columns]
-        return Part(offsets.to(device), *taken)
+        offsets = Ragged.from_lengths(places, lengths).offsets
+        taken = [None if column is None else column[places].to(device) for column in columns]
+        return TokenColumns(offsets.to(device), *taken)
 
 
 @dataclass(frozen=True)
-class Step:
+class StepColumns:
     """Per-token columns of one optimizer step."""
 
     weights: Tensor
@@ -154,10 +154,10 @@ class Step:
     nll_weights: Tensor | None = None
     """[N] float64, for the negative log-likelihood of good answers."""
 
-    def at(self, positions: Tensor, device: torch.device) -> Step:
-        """Return the step's columns for the tokens at `positions` [n], on `device`."""
+    def at(self, places: Tensor, device: torch.device) -> StepColumns:
+        """Return the step's columns for the tokens at `places` [n], on `device`."""
         columns = {
-            name: column[positions].to(device)
+            name: column[places].to(device)
             for name, column in vars(self).items()
             if isinstance(column, Tensor)
         }

@@ -4,7 +4,7 @@ schedule, trackers and adapters can be had.
 Several versions of rollouts are checked one by one. Only names and manifests are read here: no
 torch, no weights.
 
-    check_lineage(config, store, sampled)        # a `Sampled` for each of `inputs.sets`
+    check_lineage(config, store, sampled)        # a `RolloutSet` for each of `inputs.sets`
 
 Not of the spine: it says what is refused, and nothing of how training goes.
 """
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from quiver.schemas import fields, rewards
 from quiver.schemas.errors import ConfigError, LineageError, did_you_mean, printable
-from quiver.schemas.manifest import Model, line_of
+from quiver.schemas.manifest import ModelEntry, line_of
 from quiver.stages.core.store import Store, Version
 from quiver.stages.model import checkpoints
 
 if TYPE_CHECKING:
     from .config import Config
-    from .inputs import Sampled
+    from .inputs import RolloutSet
 
 _TRACKERS = (
     *("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio"),
@@ -35,7 +35,7 @@ _TRACKERS = (
 log = logging.getLogger(__name__)
 
 
-def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
+def check_lineage(config: Config, store: Store, version: RolloutSet) -> list[str]:
     """Check which policy sampled the rollouts, and how.
 
     Refuses rollouts of a foreign or too old policy, proximal logprobs of a policy other than
@@ -47,12 +47,12 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
     rollouts = version.rollouts
     sampler = rollouts.manifest.model("policy")
     weights = sampler.weights if sampler else None
-    allowed: list[Model] = []
+    allowed: list[ModelEntry] = []
     # a missing ancestor is an error only for rollouts that old
     policy = version.inputs["policy"].manifest
     with_expired = store.with_expired()  # a manifest is enough
     for manifest in line_of(policy, lambda ref: with_expired.open(ref).manifest):
-        allowed.append(checkpoints.as_model("policy", with_expired.open(manifest.ref)))
+        allowed.append(checkpoints.model_entry("policy", with_expired.open(manifest.ref)))
         if weights == allowed[-1].weights or len(allowed) > config.max_staleness:
             break
     if weights != allowed[-1].weights:
@@ -69,7 +69,7 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
         if getattr(sampler, part) not in ("", getattr(allowed[-1], part)):
             raise LineageError(
                 str(rollouts.ref),
-                f"sampled by {sampler.ref}, whose {part} is another than that of {allowed[-1].ref}",
+                f"sampled by {sampler.ref}, whose {part} differs from {allowed[-1].ref}'s",
                 next="generate with the starting checkpoint, or start from the one that sampled",
             )
     prox = version.inputs.get("prox")
@@ -78,8 +78,8 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
     elif config.prox_of == "start":
         raise ConfigError(
             "optimize.prox_of",
-            f"'start' needs proximal logprobs, none are given of {rollouts.ref}",
-            next=f"score {rollouts.ref} under {version.inputs['policy'].ref} (stage logprobs, role "
+            f"'start' needs proximal logprobs of {rollouts.ref}, none are given",
+            next=f"compute them under {version.inputs['policy'].ref} (stage logprobs, role "
             "prox), or take 'behaviour'",
         )
     biased = biases(rollouts.manifest.config_section("sampling"))
@@ -96,28 +96,28 @@ def check_lineage(config: Config, store: Store, version: Sampled) -> list[str]:
             str(rollouts.ref),
             f"sampled with {', '.join(biased)}: the ratio to the engine's logprobs is not 1 even "
             "before the first step, and no proximal logprobs are given",
-            next=f"score {rollouts.ref} under the policy that sampled it (stage logprobs, role "
-            "prox), as a recipe does by itself",
+            next="compute them under the policy that sampled (stage logprobs, role prox), as a "
+            "recipe does by itself",
         )
     return biased
 
 
-def _check_prox(config: Config, version: Sampled, prox: Version) -> None:
+def _check_prox(config: Config, version: RolloutSet, prox: Version) -> None:
     """Raise LineageError if the proximal logprobs are of a policy other than `prox_of` requires."""
     if config.prox_of == "start":
-        policy = checkpoints.as_model("policy", version.inputs["policy"])
+        policy = checkpoints.model_entry("policy", version.inputs["policy"])
         description = "this training starts from"
     else:
         policy = version.rollouts.manifest.require_model("policy")
         description = "sampled"
-    scored_by = {model.weights for model in prox.manifest.models}
-    if scored_by != {policy.weights}:
-        found = ", ".join(f"{other[:12]}…" for other in sorted(scored_by)) or "no model"
+    computed_by = {model.weights for model in prox.manifest.models}
+    if computed_by != {policy.weights}:
+        found = ", ".join(f"{other[:12]}…" for other in sorted(computed_by)) or "no model"
         raise LineageError(
             str(prox.ref),
-            f"proximal logprobs are those of the policy that {description}, expected weights "
+            f"proximal logprobs must be under the policy that {description}: expected weights "
             f"{policy.weights[:12]}…, found {found}; optimize.prox_of is {config.prox_of!r}",
-            next=f"score {version.rollouts.ref} under {policy.ref}",
+            next=f"compute those of {version.rollouts.ref} under {policy.ref}",
         )
 
 
@@ -147,8 +147,7 @@ def check_schedule(config: Config, policy: Version) -> None:
         raise ConfigError(
             "optimize.total_steps",
             f"schedule {config.schedule!r} is at learning rate 0 from step {config.total_steps} "
-            f"on, {policy.ref} has {first} steps "
-            "behind it: nothing would be learned",
+            f"on, and {policy.ref} has taken {first} steps: nothing would be learned",
             next=f"raise optimize.total_steps above {first + steps - 1}",
         )
     if first + steps > config.total_steps:

@@ -266,7 +266,8 @@ class Config(base.Config):
     """With `entropy_target`: largest coefficient."""
     entropy_share: float = Field(default=1.0, gt=0, le=1)
     """Share of the step's tokens that the policy learns from, highest entropy first; the others
-    count in the denominators. Below 1, each step scores its tokens first."""
+    count in the denominators. Below 1, a pass of its own computes the entropy
+    first."""
     critic: Literal["trunk", "model"] = "trunk"
     """`trunk`: a value head on the policy's last hidden states; its gradient moves the policy's
     trunk too. `model`: the head has its own trunk, initially a copy of the policy's, which only the
@@ -343,7 +344,7 @@ class Config(base.Config):
     """Accept rollouts sampled with top_p, top_k, min_p, min_tokens or penalties, whose distribution
     is not the policy's. They need proximal logprobs; a recipe then computes them."""
     score_after: bool = False
-    """Score the rollouts once more after the last step, so that mean_ratio and mean_logprob
+    """Compute the logprobs once more after the last step, so that mean_ratio and mean_logprob
     describe the new policy. False: they describe the policy just before the rollout's last step."""
     lora: Lora | None = None
     """Train adapters instead of all weights. Default: all weights."""
@@ -398,7 +399,7 @@ class Config(base.Config):
             )
         if self.lora and self.train_vision:
             raise ValueError(
-                "adapters are of the language model alone: leave train_vision out, or lora"
+                "adapters change only the language model: leave train_vision or lora out"
             )
         is_narrow = self.precision == "bf16_stochastic"
         if is_narrow and (self.lora or self.critic == "model"):
@@ -420,7 +421,7 @@ class Config(base.Config):
             )
         if saves_rounded and self.lora and self.lora.save == "adapter":
             raise ValueError(
-                "save_dtype is of merged weights, and lora.save = 'adapter' saves none: leave one "
+                "save_dtype is for merged weights, and lora.save = 'adapter' saves none: leave one "
                 "out"
             )
         if self.shard and is_narrow:
@@ -431,11 +432,11 @@ class Config(base.Config):
         if self.kl_in_reward and self.kl_coef == 0:
             raise ValueError("kl_in_reward needs kl_coef > 0")
         if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError("kl_target needs kl_coef > 0, where the coefficient begins")
+            raise ValueError("kl_target needs kl_coef > 0, the coefficient's start value")
         if self.mask_counted and self.on_length != "mask":
             raise ValueError(
-                "mask_counted says how what on_length = 'mask' leaves out is counted: set that "
-                "too, or leave mask_counted out"
+                "mask_counted applies only with on_length = 'mask': set that too, or leave "
+                "mask_counted out"
             )
         if self.trackers and not self.tracker_folder:
             raise ValueError("trackers need tracker_folder, the folder that they write to")
@@ -466,8 +467,8 @@ class Config(base.Config):
             accepted = algorithms.OPTIONS[algorithm.surrogate]
             for name in sorted(self.surrogate_options().keys() - {*accepted}):
                 raise ValueError(
-                    f"{name} is no option of algorithm {algorithm.name!r}: leave it out; it takes "
-                    f"{', '.join(accepted)}"
+                    f"{name} is not an option of algorithm {algorithm.name!r}: leave it out; it "
+                    f"takes {', '.join(accepted)}"
                 )
             self._check_algorithm(algorithm)
         return self
@@ -495,8 +496,8 @@ class Config(base.Config):
         advantage = self.turn_advantage or self.advantage or algorithm.advantage
         if advantage == "part_normalized" and self.kl_in_reward:
             raise ValueError(
-                "kl_in_reward would have no effect: 'part_normalized' looks at the parts of the "
-                "reward alone. Leave it out; kl_coef is then of the loss"
+                "kl_in_reward would have no effect: 'part_normalized' uses only the parts of the "
+                "reward. Leave it out; kl_coef then belongs to the loss"
             )
         for name in self.advantage_options():
             if name not in ADVANTAGE_OPTIONS.get(advantage, ()):
@@ -537,8 +538,8 @@ class Config(base.Config):
             problem = "it is an advantage itself: leave advantage out"
         elif self.kl_in_reward:
             problem = (
-                "kl_in_reward takes the KL off the reward of the whole: leave it out, kl_coef is "
-                "then of the loss"
+                "kl_in_reward subtracts the KL from the whole rollout's reward: leave it out; "
+                "kl_coef then belongs to the loss"
             )
         if problem:
             raise ValueError(f"credit = 'turn' does not go with this: {problem}")
@@ -562,7 +563,7 @@ class Config(base.Config):
         is_own = self.algorithm not in algorithms.ALGORITHMS
         if is_own and self.algorithm_source and self.drop_zero_variance is not None:
             return self
-        source = self.require_source()
+        source = self.require_unchanged_code()
         algorithm = algorithms.resolve(self.algorithm)
         try:
             # the row of a user's own algorithm is unknown before this
@@ -603,7 +604,7 @@ class Config(base.Config):
             else algorithm
         )
 
-    def require_source(self) -> str:
+    def require_unchanged_code(self) -> str:
         """Return the hash of the algorithm's file. Raises ConfigError if it is not
         `algorithm_source`."""
         source = self._source_hash()
@@ -635,7 +636,7 @@ class Config(base.Config):
         """True if the loss rewards entropy, now or after the coefficient has moved."""
         return self.entropy_coef > 0 or self.entropy_target is not None
 
-    def carried(self, metrics: Mapping[str, Any]) -> Config:
+    def with_steered_kl(self, metrics: Mapping[str, Any]) -> Config:
         """Return the config of the next training of a policy with these `metrics`: with a KL
         target, its coefficient is the one that the last training ended with."""
         if self.kl_target is None:

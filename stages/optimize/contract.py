@@ -23,8 +23,8 @@ ADVANTAGE_COLUMNS = ("lengths", "parts", "part_weights")
 """Optional arguments of an advantage of rollouts, passed by name."""
 TOKEN_OPTIONS = ("groups", "gamma", "gae_lambda")
 """Optional arguments of an advantage of tokens, passed by name."""
-PASS_COLUMNS = ("logprobs", "values", "collisions", "last_values")
-"""Columns that a pass before the first step gives to an advantage of tokens, if its row asks for
+PROVIDED = ("logprobs", "values", "collisions", "last_values")
+"""Arguments that a pass before the first step provides for an advantage of tokens, if its row needs
 them."""
 _OPTIONS = {"rollouts": ADVANTAGE_COLUMNS, "tokens": TOKEN_OPTIONS, "aggregation": ("groups",)}
 GROUP_ADVANTAGES = {
@@ -52,29 +52,29 @@ returned, [B], [T] or [N]. `clipped` is bool, the others are float."""
 
 
 def problem_of(row: Any) -> str:
-    """Return what is wrong with the unit and the columns of a user's row, an `Algorithm`, or ""."""
-    columns = row.columns
+    """Return what is wrong with the unit and the needs of a user's row, an `Algorithm`, or ""."""
+    needs = row.needs
     if row.advantage_of not in ("rollouts", "turns", "tokens"):
         return f"expected advantage_of rollouts, turns or tokens, found {row.advantage_of!r}"
-    allowed = PASS_COLUMNS if row.advantage_of == "tokens" else ()
-    if not isinstance(columns, tuple | list) or not all(name in allowed for name in columns):
+    allowed = PROVIDED if row.advantage_of == "tokens" else ()
+    if not isinstance(needs, tuple | list) or not all(name in allowed for name in needs):
         return (
-            f"expected columns of {', '.join(PASS_COLUMNS)} for an advantage of tokens, found "
-            f"{columns!r} for one of {row.advantage_of}"
+            f"expected needs among {', '.join(PROVIDED)} for an advantage of tokens, found "
+            f"{needs!r} for one of {row.advantage_of}"
         )
-    if "last_values" in columns and "values" not in columns:
-        return "expected values beside last_values in columns: there is no critic without them"
+    if "last_values" in needs and "values" not in needs:
+        return "expected values beside last_values in needs: there is no critic without them"
     return ""
 
 
-def checked(name: str, role: str, function: Callable, columns: Sequence[str] = ()) -> Callable:
+def checked(name: str, role: str, function: Callable, needs: Sequence[str] = ()) -> Callable:
     """Return `function` with a check of every result. Raises ConfigError now if its signature is
     wrong.
 
     Args:
         name: name of the function in errors.
         role: a key of `_ROLES`.
-        columns: further arguments of an advantage of tokens.
+        needs: further arguments of an advantage of tokens.
     """
     form, num_arguments, contents = _ROLES[role]
     signature = inspect.signature(function)
@@ -82,8 +82,8 @@ def checked(name: str, role: str, function: Callable, columns: Sequence[str] = (
     bind = signature.bind_partial if role == "surrogate" else signature.bind
     options = [name for name in _OPTIONS.get(role, ()) if name in signature.parameters]
     if role == "tokens":
-        required = ["offsets", *columns]
-        if "values" in columns:
+        required = ["offsets", *needs]
+        if "values" in needs:
             required += ["gamma", "gae_lambda"]
             contents = ("advantages", "returns")
         options += required

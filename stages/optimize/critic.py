@@ -86,13 +86,13 @@ def token_rewards(config: Config, batch: Batch) -> Tensor:
 
 
 def with_token_advantages(
-    config: Config, algorithm: Algorithm, batch: Batch, columns: Mapping[str, Tensor]
+    config: Config, algorithm: Algorithm, batch: Batch, provided: Mapping[str, Tensor]
 ) -> Batch:
     """Return the batch with advantages [N] of its tokens; with a critic also old values [N] and
     returns [N].
 
-    A masked rollout has advantage 0, and its tokens count in no baseline. `columns` come from a
-    pass of the current policy; only the ones in `algorithm.columns` are used.
+    A masked rollout has advantage 0, and its tokens count in no baseline. `provided` comes from
+    a pass of the current policy; only what `algorithm.needs` names is used.
 
     Advantages of functions without `groups` are whitened. With `critic_lambda`, advantages and
     returns have different λ: the value then estimates nearly the whole reward to come, while
@@ -102,7 +102,7 @@ def with_token_advantages(
     """
     advantage = find_function("advantages", algorithm.advantage)
     rows = batch.active_rows(zero_is_idle=False)
-    positions = batch.positions(rows)
+    places = batch.places(rows)
     offered = {
         "groups": torch.tensor(batch.groups)[rows],
         "gamma": config.gamma,
@@ -110,13 +110,13 @@ def with_token_advantages(
     }
     named = inspect.signature(advantage).parameters
     chosen = {name: offered[name] for name in TOKEN_OPTIONS if name in named}
-    for name in algorithm.columns:
-        chosen[name] = columns[name][rows if name == "last_values" else positions]
+    for name in algorithm.needs:
+        chosen[name] = provided[name][rows if name == "last_values" else places]
     lengths = batch.sequences.completions.lengths[rows]
     estimate = partial(
         advantage,
-        token_rewards(config, batch)[positions],
-        offsets=Ragged.from_lengths(positions, lengths).offsets,
+        token_rewards(config, batch)[places],
+        offsets=Ragged.from_lengths(places, lengths).offsets,
     )
     token_advantages = estimate(**chosen)
     if algorithm.critic:
@@ -124,16 +124,16 @@ def with_token_advantages(
         if config.critic_lambda is not None:
             _, returns = estimate(**{**chosen, "gae_lambda": config.critic_lambda})
         of_all = torch.zeros(len(batch.old_logprobs))
-        of_all[positions] = returns
-        batch = dataclasses.replace(batch, old_values=columns["values"], returns=of_all)
+        of_all[places] = returns
+        batch = dataclasses.replace(batch, old_values=provided["values"], returns=of_all)
     if "groups" not in named:
         token_advantages = advantages.whitened(token_advantages)
     of_all = torch.zeros(len(batch.old_logprobs))
-    of_all[positions] = token_advantages
+    of_all[places] = token_advantages
     return dataclasses.replace(batch, advantages=of_all)
 
 
-def value_moments(values: Tensor, returns: Tensor) -> list[Tensor]:
+def value_sums(values: Tensor, returns: Tensor) -> list[Tensor]:
     """Return Σ R, Σ R², Σ (R − V) and Σ (R − V)² over tokens, in float64, so that micro-batches and
     ranks add up.
 
@@ -204,7 +204,7 @@ def save(
     """Write weights and, if asked, AdamW's moments into the folder of this kind below `folder`."""
     tensors = {name: parameter.detach() for name, parameter in critic.named_parameters()}
     if moments:
-        tensors |= adamw.state(optimizer, critic)
+        tensors |= adamw.optimizer_state(optimizer, critic)
     adamw.write_tensors(folder / FOLDERS[kind], tensors)
 
 
@@ -247,4 +247,4 @@ def resume(
         for name, parameter in parameters.items():
             parameter.copy_(adamw.like(tensors.pop(name), parameter))
     if moments and tensors and saved == kind:
-        adamw.load_state(optimizer, module, tensors)
+        adamw.load_optimizer_state(optimizer, module, tensors)

@@ -9,9 +9,9 @@ and logprobs of more than one reference.
     rollouts = ["a/rollouts@3", "a/rollouts@2"]
     inputs = open_inputs(store, "a/policy@2", rollouts, {"rewards": rewards})
     list(inputs)    # policy, rollouts, rollouts.2, rewards, rewards.2: the roles in the manifest
-    sampled = Sampled(sets(inputs)[1])                  # a/rollouts@2 and what belongs to it
-    sampled.column("rewards", "reward")                 # of a/rewards@2, in the rollouts' order
-    turn_rewards(sampled)                               # [B] list<float32>
+    rollout_set = RolloutSet(sets(inputs)[1])           # a/rollouts@2 and what belongs to it
+    rollout_set.column("rewards", "reward")             # of a/rewards@2, in the rollouts' order
+    turn_rewards(rollout_set)                           # [B] list<float32>
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GivenRefs = str | Ref | list[str | Ref]
 _HOW_TO_MAKE = {
     "rewards": "quiver reward RECIPE --rollouts {}",
     "ref": "quiver logprobs RECIPE --rollouts {}",
-    "prox": "score {} under the policy that optimize.prox_of names",
+    "prox": "compute those of {} under the policy that optimize.prox_of names",
 }
 _NAMES = {
     "rewards": "rewards",
@@ -65,7 +65,7 @@ def open_inputs(
         equal = rollouts_by_content.setdefault(version.manifest.content_hash, version)
         if equal is not version:
             is_same = equal.ref == version.ref
-            problem = "is given twice" if is_same else f"holds the very rows of {equal.ref}"
+            problem = "is given twice" if is_same else f"holds the same rows as {equal.ref}"
             raise ConfigError(str(version.ref), problem, next="name each version of rollouts once")
     if not rollouts_by_content:
         raise ConfigError("optimize", "no rollouts are given", next="name a version of rollouts")
@@ -83,7 +83,7 @@ def open_inputs(
     return inputs
 
 
-def require_state(inputs: Mapping[str, Version]) -> None:
+def require_optimizer_state(inputs: Mapping[str, Version]) -> None:
     """Raise LineageError if the optimizer state of the policy expired."""
     policy = inputs["policy"]
     try:
@@ -131,11 +131,11 @@ def _in_order_of(
     for version in versions:
         source = version.manifest.input("rollouts")
         if source is None or source.content_hash not in rollouts:
-            source_name = source.ref if source else "no rollouts that its manifest names"
+            source_name = source.ref if source else "no rollouts"
             expected = " or ".join(str(sampled.ref) for sampled in rollouts.values())
             raise LineageError(
                 str(version.ref),
-                f"made of {source_name}, not of {expected}",
+                f"was made of {source_name}, not of {expected}",
                 next=f"name {_NAMES[role]} of {expected}",
             )
         equal = versions_by_content.setdefault(source.content_hash, version)
@@ -160,15 +160,14 @@ def _require_one_reference(versions: list[Version]) -> None:
     """Raise LineageError unless all logprobs are of one reference: the KL term needs a single one,
     even with several sampling policies."""
     models = [version.manifest.model("ref") for version in versions]
-    unknown = "no model that its manifest names"
+    unknown = "an unnamed model"
     for version, model in zip(versions, models, strict=True):
         if (model and model.weights) != (models[0] and models[0].weights):
             raise LineageError(
                 str(version.ref),
-                f"logprobs under {model.ref if model else unknown}, those of {versions[0].ref} are "
-                f"under {models[0].ref if models[0] else unknown}",
-                next=f"score the rollouts of {version.ref} under the same reference (stage "
-                "logprobs)",
+                f"its logprobs are under {model.ref if model else unknown}, but "
+                f"{versions[0].ref}'s are under {models[0].ref if models[0] else unknown}",
+                next=f"compute those of {version.ref} under the same reference (stage logprobs)",
             )
 
 
@@ -198,9 +197,10 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
         raise ConfigError(
             f"optimize.lora {policy.ref}",
             f"its adapter has {expected}, the recipe asks for {asked}",
-            next="ask for what it has"
+            next="set the same in the recipe"
             + (
-                ", or go on with optimize.lora.save = 'merged' and start anew from that"
+                ", or continue with optimize.lora.save = 'merged', and start a new adapter from "
+                "that policy"
                 if checkpoints.is_adapter_alone(policy)
                 else f", or start a new run with policy.model = {str(policy.files.folder)!r}"
             ),
@@ -208,7 +208,7 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
     return {"base": base, **inputs}
 
 
-def has_moments(config: Lora | None, policy: Version) -> bool:
+def has_optimizer_state(config: Lora | None, policy: Version) -> bool:
     """Return True if `policy` holds optimizer state for the weights trained now, adapters or whole
     weights."""
     if f"{OPTIMIZER_FOLDER}/state.json" not in policy.files.names:
@@ -218,7 +218,7 @@ def has_moments(config: Lora | None, policy: Version) -> bool:
     has_adapters = config is not None
     if had_adapters != has_adapters:
         log.warning(
-            "%s was trained by %s, now it is %s: the moments start anew",
+            "%s was trained by %s, now it is %s: the moments start from zero",
             policy.ref,
             trained[had_adapters],
             trained[has_adapters],
@@ -230,7 +230,7 @@ def has_moments(config: Lora | None, policy: Version) -> bool:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class RolloutSet:
     """One version of rollouts with the versions that belong to it."""
 
     inputs: dict[str, Version]
@@ -249,7 +249,7 @@ class Sampled:
     @property
     def stale(self) -> bool:
         """True if they were sampled by a policy other than the starting checkpoint."""
-        start = checkpoints.as_model("policy", self.inputs["policy"])
+        start = checkpoints.model_entry("policy", self.inputs["policy"])
         return self.rollouts.manifest.require_model("policy").weights != start.weights
 
     def column(self, role: str, name: str) -> pa.ChunkedArray:
@@ -274,7 +274,7 @@ class Sampled:
             raise LineageError(
                 str(self.inputs[role].ref),
                 "; ".join(problems),
-                next=f"score {self.rollouts.ref} again",
+                next=f"make the {_NAMES[role]} of {self.rollouts.ref} again",
             )
         # Arrow's own `take` joins all chunks first, and their lists may have at most 2^31 items
         # together; rows that are already in order are not copied
@@ -292,7 +292,7 @@ class Sampled:
         return pa.chunked_array(chunks, column.type)
 
 
-def require_own_ids(versions: Sequence[Sampled]) -> None:
+def require_own_ids(versions: Sequence[RolloutSet]) -> None:
     """Raise LineageError if a rollout is in two versions: repeating a generation gives the same
     ids."""
     for one, other in itertools.combinations(versions, 2):
@@ -301,7 +301,7 @@ def require_own_ids(versions: Sequence[Sampled]) -> None:
         if len(both):
             raise LineageError(
                 str(one.rollouts.ref),
-                f"{len(both)} rollout ids stand in {other.rollouts.ref} too, such as "
+                f"{len(both)} rollout ids are also in {other.rollouts.ref}, such as "
                 f"{both[0].as_py()!r}",
                 next=f"name {one.rollouts.ref} or {other.rollouts.ref}, not both",
             )
@@ -316,7 +316,7 @@ def with_turns(table: pa.Table) -> pa.Table:
     return table.append_column("turns", pa.nulls(len(table), kind))
 
 
-def turn_rewards(version: Sampled) -> pa.ListArray:
+def turn_rewards(version: RolloutSet) -> pa.ListArray:
     """Return [B] list<float32>: the reward of each turn of each rollout, 0 for a turn without one;
     NaN for every turn of a rollout that is not scored, or that the engine gave up. Raises
     SchemaError unless each scored rollout has one reward for each turn."""
@@ -333,7 +333,7 @@ def turn_rewards(version: Sampled) -> pa.ListArray:
         row = int(differs[0])
         raise SchemaError(
             str(version.inputs["rewards"].ref),
-            f"{len(differs)} scored rollouts have not one turn reward a turn, such as "
+            f"{len(differs)} scored rollouts do not have one turn reward per turn, such as "
             f"{printable(table['rollout_id'][row].as_py())}: it has {counts[row]} turns, found "
             f"{lengths[row]} turn_rewards",
             next=f"score {version.rollouts.ref} again",

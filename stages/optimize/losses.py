@@ -2,22 +2,25 @@
 
 Legend: B rollouts with N completion tokens, concatenated as in an Arrow list column; rollout i owns
 tokens `offsets[i]:offsets[i+1]`. `logprobs` [N] carries the gradient; everything else is data. The
-surrogate (loss of a token) and the aggregation (weight of a token in the step) are separate: loss =
-Σ_t weight_t · surrogate_t. The weights are computed once for the whole optimizer step, so
-micro-batches, their order and ranks change nothing.
+surrogate gives each token's loss, `token_losses` [N]; the aggregation gives its weight in the step.
+They are separate: loss = Σ_t weight_t · loss_t. The weights are computed once for the whole
+optimizer step, so micro-batches, their order and ranks change nothing.
 
 Policies whose logprobs appear, all of the sampled tokens:
 
     old       the policy that sampled (the behaviour policy), as the engine reported it
-    prox      the proximal policy, scored by the trainer: the one that sampled, or the start, which
-              is the policy that the training starts from (`prox_of` = "behaviour" or "start")
-    anchor    the denominator of the ratio r = exp(logprobs − anchor): prox if scored, else old
+    prox      the proximal policy, by the trainer's numerics: the one that sampled, or the start,
+              which is the policy that the training starts from (`prox_of` = "behaviour" or "start")
+    anchor    the denominator of the ratio r = exp(logprobs − anchor): prox if given, else old
     ref       the reference of the KL term
+
+Without prox logprobs a training is refused if `prox_of` is "start" or sampling was biased
+(checks.py), or if a tight clip bound is within ten times the engine's noise (audit.py).
 
 More surrogates are in surrogates.py.
 
-    costs, at_bound = clipped(tokens, clip_low=0.2, clip_high=0.28)
-    loss = (token_mean(lengths) * costs).sum()
+    token_losses, at_bound = clipped(tokens, clip_low=0.2, clip_high=0.28)
+    loss = (token_mean(lengths) * token_losses).sum()
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ def log_ratio(logprobs: Tensor, anchor: Tensor) -> Tensor:
     return (logprobs - anchor).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-# -- surrogates: Tokens -> (loss [N], at_bound [N] bool)
+# -- surrogates: Tokens -> (token_losses [N], at_bound [N] bool)
 
 
 def clipped(
@@ -75,7 +78,8 @@ def clipped(
         dual_clip: > 1, or None for off.
         delta: > 1 + clip_high, or None for off.
     Returns:
-        loss [N]; and bool [N], true where a bound decided the loss (that token has no gradient).
+        token losses [N]; and bool [N], true where a bound decided the loss (that token has no
+        gradient).
 
     Reference: PPO, https://arxiv.org/abs/1707.06347, equation 7; separate bounds: DAPO,
     https://arxiv.org/abs/2503.14476; dual clip: https://arxiv.org/abs/1912.09729; delta:
@@ -93,20 +97,20 @@ def _clip_ratio(
     dual_clip: float | None,
     delta: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return `clipped`'s loss and bound mask for any ratio [N], of a token or of its sequence."""
+    """Return what `clipped` returns, for any ratio [N], of a token or of its sequence."""
     capped_ratio = ratio if delta is None else ratio.clamp(max=delta)
     unclipped_gain = capped_ratio * advantages
     clipped_gain = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    loss = -torch.minimum(unclipped_gain, clipped_gain)
+    token_losses = -torch.minimum(unclipped_gain, clipped_gain)
     at_bound = clipped_gain < unclipped_gain
     if delta is not None:
         at_bound = at_bound | ((ratio > delta) & (advantages != 0))
     if dual_clip is not None:
         ceiling = -dual_clip * advantages
-        above = (advantages < 0) & (loss > ceiling)
-        loss = torch.where(above, ceiling, loss)
+        above = (advantages < 0) & (token_losses > ceiling)
+        token_losses = torch.where(above, ceiling, token_losses)
         at_bound = at_bound | above
-    return loss, at_bound
+    return token_losses, at_bound
 
 
 def sequence_clipped(
@@ -138,8 +142,8 @@ def sequence_clipped(
         dual_clip, delta: as in `clipped`, for the sequence ratio.
         token_form: as above.
     Returns:
-        loss [N]; and bool [N], true where a bound decided the loss (for all tokens of a rollout, if
-        A is the rollout's).
+        token losses [N]; and bool [N], true where a bound decided the loss (for all tokens of a
+        rollout, if A is the rollout's).
 
     Reference: GSPO, https://arxiv.org/abs/2507.18071, section 4.1; the token form is its
     GSPO-token.
@@ -168,16 +172,16 @@ def cispo(tokens: Tokens, *, clip_max: float) -> tuple[Tensor, Tensor]:
         tokens: of whole rollouts.
         clip_max: largest weight, > 0; the absolute bound of the ratio, not a distance from 1.
     Returns:
-        loss [N]; and bool [N], true where the weight was bounded (that token keeps a gradient, of
-        clip_max).
+        token losses [N]; and bool [N], true where the weight was bounded (that token keeps a
+        gradient, of clip_max).
 
     Reference: MiniMax-M1, https://arxiv.org/abs/2506.13585, equations 4 and 5; 5.0:
     https://arxiv.org/abs/2510.13786.
     """
     ratio = log_ratio(tokens.logprobs, tokens.anchor).detach().exp()
-    loss = -ratio.clamp(max=clip_max) * tokens.advantages * tokens.logprobs
+    token_losses = -ratio.clamp(max=clip_max) * tokens.advantages * tokens.logprobs
     at_bound = (ratio > clip_max) & (tokens.advantages != 0)
-    return loss, at_bound
+    return token_losses, at_bound
 
 
 def sapo(tokens: Tokens, *, tau_positive: float, tau_negative: float) -> tuple[Tensor, Tensor]:
@@ -194,15 +198,15 @@ def sapo(tokens: Tokens, *, tau_positive: float, tau_negative: float) -> tuple[T
         tokens: of whole rollouts.
         tau_positive, tau_negative: > 0.
     Returns:
-        loss [N]; and bool [N], false throughout: there is no bound.
+        token losses [N]; and bool [N], false throughout: there is no bound.
 
     Reference: SAPO, https://arxiv.org/abs/2511.20347.
     """
     advantages = tokens.advantages
     ratio = log_ratio(tokens.logprobs, tokens.anchor).exp()
     tau = torch.full_like(ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
-    loss = -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-    return loss, torch.zeros_like(advantages, dtype=torch.bool)
+    token_losses = -advantages * torch.sigmoid(tau * (ratio - 1)) * 4 / tau
+    return token_losses, torch.zeros_like(advantages, dtype=torch.bool)
 
 
 def reinforce(tokens: Tokens) -> tuple[Tensor, Tensor]:
@@ -214,12 +218,12 @@ def reinforce(tokens: Tokens) -> tuple[Tensor, Tensor]:
     Args:
         tokens: of whole rollouts.
     Returns:
-        loss [N]; and bool [N], false throughout: there is no bound.
+        token losses [N]; and bool [N], false throughout: there is no bound.
 
     Reference: Williams 1992, https://doi.org/10.1007/BF00992696.
     """
-    loss = -tokens.advantages * tokens.logprobs
-    return loss, torch.zeros_like(tokens.advantages, dtype=torch.bool)
+    token_losses = -tokens.advantages * tokens.logprobs
+    return token_losses, torch.zeros_like(tokens.advantages, dtype=torch.bool)
 
 
 # -- aggregations: the weight of a token in the optimizer step

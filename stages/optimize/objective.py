@@ -6,10 +6,11 @@ any ranks, are the step's. Only an algorithm and a config are known here: no mod
 The config's options override the algorithm's defaults.
 
     objective = Objective(config, resolve("grpo"))
-    part = batch.part(layout.rows, device)
-    step = Step(objective.weights(batch, members)).at(batch.positions(layout.rows), device)
-    loss, sums, log_ratio_max = objective.loss(part, policy(layout), step)
-    objective.numbers(sums, num_tokens, warming=False, step=step)
+    columns = batch.token_columns(layout.rows, device)
+    whole_step = StepColumns(objective.weights(batch, members))
+    step = whole_step.at(batch.places(layout.rows), device)
+    loss, sums, log_ratio_max = objective.loss(columns, policy(layout), step)
+    objective.numbers(sums, num_tokens, warming=False, step=whole_step)
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from quiver.schemas.errors import ConfigError
 
 from . import critic, losses, offpolicy
 from .algorithms import Algorithm, find_function
-from .batch import Batch, Part, Step
+from .batch import Batch, StepColumns, TokenColumns
 from .config import Config
 
 NUM_SUMS = 11
-"""Three losses, the weighted entropy, three sums over tokens, and the critic's four moments."""
+"""Three losses, the weighted entropy, three sums over tokens, and four sums of the critic's."""
 
 
 class Objective:
@@ -66,21 +67,21 @@ class Objective:
     def weights(self, batch: Batch, members: list[int]) -> Tensor:
         """Return [N] float64: the weight of each token in the step of rollouts `members`; 0 for the
         tokens of other rollouts."""
-        lengths, positions = batch.counted_tokens(members)
+        lengths, places = batch.counted_tokens(members)
         weights = torch.zeros(len(batch.old_logprobs), dtype=torch.float64)
         groups = torch.tensor(batch.groups, dtype=torch.int64)[members]
-        columns = {"groups": groups} if self.weighs_groups else {}
-        weights[positions] = self.aggregate(lengths, batch.max_completion_tokens, **columns)
+        options = {"groups": groups} if self.weighs_groups else {}
+        weights[places] = self.aggregate(lengths, batch.max_completion_tokens, **options)
         return weights
 
     def loss(
-        self, part: Part, outputs: tuple[Tensor, ...], step: Step
+        self, columns: TokenColumns, outputs: tuple[Tensor, ...], step: StepColumns
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weighted loss of a micro-batch. Nothing is read back from the device.
 
         Args:
-            part: columns of its n tokens.
-            outputs: logprobs, entropy and, with a critic, values of the policy on these tokens.
+            columns: the batch's columns for its n tokens.
+            outputs: `Outputs` of the policy for these tokens.
             step: the step's columns for these tokens.
         Returns:
             The loss, its share of the step's sums ([NUM_SUMS] float64, for `numbers`), and the
@@ -89,52 +90,52 @@ class Objective:
         config = self.config
         logprobs, entropy, values = outputs
         weights = step.weights.float()
-        tokens = losses.Tokens(logprobs, part.anchor, part.advantages, part.offsets)
-        costs, at_bound = self.surrogate(tokens, **self.options)
-        if part.prox_logprobs is not None:
-            costs = costs * offpolicy.weight(
-                part.anchor, part.old_logprobs, part.offsets, config.correction
+        tokens = losses.Tokens(logprobs, columns.anchor, columns.advantages, columns.offsets)
+        token_losses, at_bound = self.surrogate(tokens, **self.options)
+        if columns.prox_logprobs is not None:
+            token_losses = token_losses * offpolicy.weight(
+                columns.anchor, columns.old_logprobs, columns.offsets, config.correction
             )
         if step.learns is not None:
-            costs = costs * step.learns
-        policy_loss = (weights * costs).sum()
+            token_losses = token_losses * step.learns
+        policy_loss = (weights * token_losses).sum()
         if step.nll_weights is not None:
             policy_loss = policy_loss - (step.nll_weights.float() * logprobs).sum()
         weighted_entropy = (weights * entropy).sum()
         zero = torch.zeros((), device=logprobs.device)
         kl_loss = value_loss = zero
-        moments = [zero] * 4
-        if part.ref_logprobs is not None:  # reported even if `kl_coef` is 0
-            kl = losses.kl(logprobs, part.ref_logprobs, config.kl_estimator, config.kl_unbiased)
+        critic_sums = [zero] * 4
+        if columns.ref_logprobs is not None:  # reported even if `kl_coef` is 0
+            kl = losses.kl(logprobs, columns.ref_logprobs, config.kl_estimator, config.kl_unbiased)
             kl_loss = (weights * kl).sum()
         if self.has_critic:
-            value_costs = losses.value_loss(
-                values, part.old_values, part.returns, config.value_clip
+            value_losses = losses.value_loss(
+                values, columns.old_values, columns.returns, config.value_clip
             )
-            value_loss = (weights * value_costs).sum()
-            moments = critic.value_moments(values, part.returns)
+            value_loss = (weights * value_losses).sum()
+            critic_sums = critic.value_sums(values, columns.returns)
         loss = policy_loss + step.kl_coef * kl_loss + config.value_coef * value_loss
         loss = loss - step.entropy_coef * weighted_entropy if step.entropy_coef else loss
         with torch.no_grad():
-            log_ratio = losses.log_ratio(logprobs, part.old_logprobs)
+            log_ratio = losses.log_ratio(logprobs, columns.old_logprobs)
             approx_kl = torch.expm1(log_ratio) - log_ratio
             sums = [policy_loss, kl_loss, value_loss, weighted_entropy]
-            sums += [at_bound.sum(), approx_kl.sum(), entropy.sum(), *moments]
+            sums += [at_bound.sum(), approx_kl.sum(), entropy.sum(), *critic_sums]
         return loss, torch.stack([term.double() for term in sums]), log_ratio.max()
 
     def numbers(
-        self, sums: Tensor, num_tokens: int, warming: bool, step: Step
+        self, sums: Tensor, num_tokens: int, warming: bool, step: StepColumns
     ) -> dict[str, float | None]:
         """Return losses and means of a step over `num_tokens` tokens, from the sums over its
         micro-batches. `warming`: only the critic learns."""
         policy_loss, kl_loss, value_loss, weighted_entropy, *totals = sums.tolist()
-        clip_fraction, approx_kl, entropy, *moments = (total / num_tokens for total in totals)
+        clip_fraction, approx_kl, entropy, *critic_means = (total / num_tokens for total in totals)
         loss = policy_loss + step.kl_coef * kl_loss - step.entropy_coef * weighted_entropy
         critic_numbers = {"value_loss": None}
         if self.has_critic:
             value_term = self.config.value_coef * value_loss
             loss = value_term if warming else loss + value_term
-            explained_variance = critic.explained_variance(*moments)
+            explained_variance = critic.explained_variance(*critic_means)
             critic_numbers = {"value_loss": value_loss, "explained_variance": explained_variance}
         return {
             "loss": loss,

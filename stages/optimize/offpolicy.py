@@ -4,7 +4,7 @@ logprobs, and the rejection of tokens too far off. Pure functions.
 The weight itself is `losses.correction`. A rejected token has no loss, but counts in the
 denominators.
 
-    costs = costs * weight(prox_logprobs, old_logprobs, offsets, config.correction)
+    token_losses = token_losses * weight(prox_logprobs, old_logprobs, offsets, config.correction)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """AdamW, its learning rate, and named tensors in a folder below the policy's: moments and a critic.
 
     optimizer = make_optimizer(config, model)
-    write_tensors(folder / "optimizer", state(optimizer, model))
-    load_state(optimizer, model, read_tensors(policy, "optimizer"))
+    write_tensors(folder / "optimizer", optimizer_state(optimizer, model))
+    load_optimizer_state(optimizer, model, read_tensors(policy, "optimizer"))
     # no change: the next step is equal bit for bit
 
 A folder of tensors holds safetensors and state.json, a note with the number of files; never a
@@ -117,7 +117,7 @@ def learning_rate(config: Config, step: int) -> float:
     return config.learning_rate * warmup * decay
 
 
-def state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return the moments by parameter name, and `updates`, the number of steps that made them;
     empty before the first step. They are the optimizer's own tensors, on its device."""
     tensors: dict[str, Tensor] = {}
@@ -132,15 +132,16 @@ def state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tenso
 
 
 def masters(model: nn.Module, before: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
-    """Return the float32 weights of a model that is saved in bfloat16, named as in `state`.
-    `before`: the result of `narrow`."""
+    """Return the float32 weights of a model that is saved in bfloat16, named as in
+    `optimizer_state`. `before`: the result of `narrow`."""
     return {f"{_MASTER}.{name}": before[weight] for name, weight in model.named_parameters()}
 
 
-def load_state(
+def load_optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Load the tensors of `state` and `masters`. A weight that never had a gradient has no moments.
+    """Load the tensors of `optimizer_state` and `masters`. A weight that never had a gradient has
+    no moments.
 
     Saved float32 weights replace the model's, unless its weights are bfloat16 themselves; those are
     the same weights, rounded, and stay. Raises ConfigError if the tensors belong to other names or
@@ -295,7 +296,7 @@ def _file_name(number: int, count: int) -> str:
 # -- what of a running training is saved
 
 
-_COUNTERS = ("step", "updates", "audit_report", "padding", "places")
+_COUNTERS = ("step", "updates", "audit_report", "padding", "slots")
 _COUNTERS += ("entropy_coef", "last_entropy", "kl_coef")
 """Attributes that are saved beside the tensors."""
 
@@ -342,7 +343,7 @@ class SavedState:
                 for key in ("exp_avg", "exp_avg_sq"):
                     expected[f"{key}.{number}"] = (parameter.shape, torch.float32)
         if {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} != expected:
-            raise ValueError("its tensors are not those of this training")
+            raise ValueError("its tensors do not belong to this training")
 
     def load_state(self, tensors: Mapping[str, Tensor], counters: Mapping[str, Any]) -> None:
         """Restore the result of `state`."""

@@ -46,7 +46,7 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
         trainer.gather(writer.room)
         trainer.policy.set_mode("single")  # the block attention must not enter the saved config
         restore_dropout(model, parent)
-        state = optimizer.state(trainer.optimizer, model) if config.save_optimizer else {}
+        state = optimizer.optimizer_state(trainer.optimizer, model) if config.save_optimizer else {}
         is_adapter_alone = config.lora is not None and config.lora.save == "adapter"
         if config.lora:
             lora.save(model, writer.folder)
@@ -111,7 +111,7 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
         "tokens_per_second": tokens / seconds if seconds else None,
         "packing": trainer.mode,
         "attention": trainer.kernel,
-        "padding_share": trainer.padding / max(trainer.places, 1),
+        "padding_share": trainer.padding / max(trainer.slots, 1),
         "precision": trainer.precision,
         "max_completion_tokens": loaded.batch.max_completion_tokens,
         "audit": trainer.audit_report,
@@ -133,9 +133,9 @@ def first_clip_fraction(trainer: Trainer) -> float | None:
     share = trainer.updates[0]["clip_fraction"]
     if share > 0:
         log.warning(
-            "the first step clipped %.2g of its tokens, though no weight had changed: the ratio's "
-            "denominator is off by numerics; [logprobs] prox = true takes it from the trainer, in "
-            "the precision of [logprobs]",
+            "the first step clipped %.2g of its tokens, although no weight had changed: the "
+            "ratio's denominator differs numerically from the trainer's logprobs; [logprobs] prox "
+            "= true takes it from the trainer, in the precision of [logprobs]",
             share,
         )
     return share

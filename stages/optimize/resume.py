@@ -72,14 +72,14 @@ class SavedProgress:
             *(CorruptError, SafetensorError),
         ) as error:
             log.warning(
-                "the saved training state is not whole; the training starts over: %s",
+                "the saved training state is incomplete; the training starts over: %s",
                 printable(error),
             )
         files = of_all_ranks(state[0]["file"] if state else "none")
         if len(set(files)) > 1:
             raise ConfigError(
                 "optimize",
-                f"the ranks would go on after different steps: {printable(', '.join(files))}",
+                f"the ranks would continue after different steps: {printable(', '.join(files))}",
                 next="run the same command again, with a store that all hosts see alike",
             )
         if state is None:
@@ -88,7 +88,7 @@ class SavedProgress:
             return 0, 0, trainer.step
         note, tensors = state
         trainer.load_state(tensors, json.loads(note["counters"]))
-        log.info("the training goes on after step %d", trainer.step - 1)
+        log.info("the training continues after step %d", trainer.step - 1)
         return note["epoch"], note["minibatch"], note["epoch_step"]
 
     def _read(self, trainer: Trainer) -> tuple[dict[str, Any], dict[str, Tensor]] | None:

@@ -46,7 +46,7 @@ from .batch import Batch
 from .checks import biases, check_lineage
 from .config import Config
 from .contract import ADVANTAGE_COLUMNS
-from .inputs import Sampled, require_own_ids, sets, turn_rewards, with_turns
+from .inputs import RolloutSet, require_own_ids, sets, turn_rewards, with_turns
 from .losses import log_ratio
 
 SCORERS = ("functions", "models", "servers")
@@ -77,7 +77,7 @@ class Loaded:
 class _Joined:
     """The B rollouts of all versions, version after version."""
 
-    versions: list[Sampled]
+    versions: list[RolloutSet]
     table: pa.Table
     """rollouts/1, or rollouts/2 if any version is, with `stale`, `biases` and, if given, the
     logprobs `ref` and `prox`."""
@@ -100,7 +100,7 @@ def load(
 
     Raises LineageError, ConfigError, SchemaError; NumericError if no rollout can have an advantage.
     """
-    versions = [Sampled(version_inputs) for version_inputs in sets(inputs)]
+    versions = [RolloutSet(version_inputs) for version_inputs in sets(inputs)]
     allowed_biases = [b for version in versions for b in check_lineage(config, store, version)]
     joined = _join(config, store, versions)
     turn_advantages = None
@@ -121,11 +121,11 @@ def load(
         of_tokens = turn_advantages.take(rows).values.repeat_interleave(lengths)
         batch = replace(batch, advantages=of_tokens)
     num_kept = int(is_kept.sum())
-    moments = None
+    reward_moments = None
     if config.reward_scaling == "running":
         before = inputs["policy"].manifest.metrics.get("reward_moments")
-        moments = terms.reward_moments(before, joined.rewards)
-        batch = replace(batch, reward_scale=terms.reward_scale(moments))
+        reward_moments = terms.reward_moments(before, joined.rewards)
+        batch = replace(batch, reward_scale=terms.reward_scale(reward_moments))
     is_known = algorithm.advantage_of != "tokens"
     num_idle = int((advantages[is_kept] == 0).sum()) if is_known else 0
     all_zero = num_idle == num_kept
@@ -138,7 +138,7 @@ def load(
         "all_advantages_zero": all_zero,
         **({"trained_by": other_terms} if other_terms else {}),
         "biased_sampling": list(dict.fromkeys(allowed_biases)),
-        **({"reward_moments": moments} if moments else {}),
+        **({"reward_moments": reward_moments} if reward_moments else {}),
     }
     if not num_kept:
         dropped = ", ".join(f"{reason}: {n}" for reason, n in summary["dropped"].items())
@@ -159,7 +159,7 @@ def load(
     return Loaded(batch, joined.table["rollout_id"], rows, reasons, summary)
 
 
-def _join(config: Config, store: Store, versions: list[Sampled]) -> _Joined:
+def _join(config: Config, store: Store, versions: list[RolloutSet]) -> _Joined:
     """Join rewards and logprobs to their rollouts, and check that the policy can read these."""
     rewards = torch.cat([_tensor(v.column("rewards", "reward"), np.float32) for v in versions])
     require_own_ids(versions)
@@ -201,7 +201,7 @@ def _join(config: Config, store: Store, versions: list[Sampled]) -> _Joined:
     )
 
 
-def _logprobs(version: Sampled, role: str) -> pa.ChunkedArray:
+def _logprobs(version: RolloutSet, role: str) -> pa.ChunkedArray:
     """Return the logprobs of this role for the rollouts of `version`."""
     source = version.inputs[role]
     saved_role = source.manifest.config.get("role")
@@ -217,7 +217,7 @@ def _logprobs(version: Sampled, role: str) -> pa.ChunkedArray:
         raise SchemaError(
             str(source.ref),
             "logprobs and completion_ids differ in length",
-            next=f"score {version.rollouts.ref} again",
+            next=f"make the logprobs of {version.rollouts.ref} again",
         )
     return logprobs
 
@@ -258,8 +258,8 @@ def _advantages_of(
     if num_scored >= 2 and int(joined.groups.bincount().max()) < 2:
         raise ConfigError(
             f"optimize.algorithm {config.algorithm}",
-            "needs two rollouts of a prompt at least, found one of each of "
-            f"{len(joined.groups)} prompts",
+            f"needs at least two rollouts per prompt, found one for each of {len(joined.groups)} "
+            "prompts",
             next="set generate.samples_per_prompt >= 2, or use reinforce_pp or ppo, which need no "
             "group",
         )
@@ -279,15 +279,15 @@ def _advantages_of(
     are_cut = num_cut > len(rewards) / 2
     raise NumericError(
         ", ".join(names),
-        f"{num_scored} of {len(rewards)} rollouts are scored, no advantage can be computed of "
-        f"them; a group algorithm needs two of a prompt; ended: {in_words or 'none'}",
+        f"{num_scored} of {len(rewards)} rollouts are scored, which is too few for an advantage: a "
+        f"group algorithm needs two per prompt; ended: {in_words or 'none'}",
         next=way_to_end(joined.versions[0].rollouts.manifest, longest)
         if are_cut
         else f"quiver show {names[0]}",
     )
 
 
-def _parts(config: Config, versions: list[Sampled]) -> dict[str, Tensor]:
+def _parts(config: Config, versions: list[RolloutSet]) -> dict[str, Tensor]:
     """Return `parts` [B, P], NaN for an absent part, and their weights, from the manifest of their
     version or else 1.
 
@@ -299,7 +299,7 @@ def _parts(config: Config, versions: list[Sampled]) -> dict[str, Tensor]:
         if manifest.stage == "override":
             raise ConfigError(
                 f"optimize.algorithm {config.algorithm}",
-                f"looks at the parts of the rewards, and {manifest.ref} corrects their sums alone",
+                f"needs the parts of the rewards, and {manifest.ref} corrects only their sums",
                 next=f"name {manifest.require_input('rewards').ref}, or take grpo",
             )
         scorers = [
@@ -424,7 +424,7 @@ def _summarize(joined: _Joined, reasons: list[str | None]) -> dict[str, Any]:
     return summary
 
 
-def _max_completion_tokens(version: Sampled) -> int:
+def _max_completion_tokens(version: RolloutSet) -> int:
     """Return the token limit of this version's generation, over all turns; else its longest
     completion."""
     section = "turns" if "turns" in version.table.column_names else "sampling"

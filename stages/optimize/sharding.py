@@ -40,7 +40,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.model.forward.encoder_decoder import Pairs
 from quiver.stages.model.forward.layout import Layout, Sequences
 from quiver.stages.model.forward.modules import fuse_modules
-from quiver.stages.model.forward.policy import Policy
+from quiver.stages.model.forward.policy import Outputs, Policy
 from quiver.stages.model.memory import layers_of
 
 from .optimizer import is_sharded
@@ -74,7 +74,9 @@ class ShardedPolicy(Policy):
         trunks = [trunk for trunk in (model, self.value_trunk) if trunk is not None]
         layers = [layer for trunk in trunks for layer in layers_of(trunk)]
         if not layers:
-            log.warning("transformers names no layers of this model: all of it is whole in a pass")
+            log.warning(
+                "transformers names no layers of this model, so each pass gathers the whole model"
+            )
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
         in_layers = {module for layer in layers for module in layer.modules()}
         for layer in layers:
@@ -158,7 +160,7 @@ class ShardedTrainer(Trainer):
             raise ConfigError(
                 f"model {type(self.model).__name__}",
                 "runs one rollout at a time, and rollouts whose history was rewritten take several "
-                "passes each: ranks would not come out even",
+                "passes each: the ranks would need different numbers of passes",
                 next="set optimize.shard = false",
             )
 
@@ -177,10 +179,10 @@ class ShardedTrainer(Trainer):
         outputs = [each for each in outputs if each is not None and each.requires_grad]
         torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
 
-    def _score_and_judge(self, rows: Sequence[int], sequences: Sequences) -> Tensor:
+    def _compute_outputs(self, rows: Sequence[int], sequences: Sequences) -> Outputs:
         with torch.no_grad():
             self._run_along(rows, sequences, frozen=False)
-        return super()._score_and_judge(rows, sequences)
+        return super()._compute_outputs(rows, sequences)
 
     def accumulate(self, members: list[int], active: list[int]) -> dict[str, Any]:
         self.step_rows = active

@@ -36,7 +36,7 @@ from quiver.stages.model import checkpoints
 from . import algorithms
 from .checks import check_credit, check_peft, check_schedule, check_trackers
 from .config import Audit, Config, Correction
-from .inputs import has_moments, open_inputs, require_state, with_base
+from .inputs import has_optimizer_state, open_inputs, require_optimizer_state, with_base
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -85,7 +85,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         raise ConfigError(
             "optimize.kl_coef",
             f"{resolved.kl_coef} needs the reference's logprobs, and none are given",
-            next="score the rollouts under the reference first (stage logprobs), or set "
+            next="compute their logprobs under the reference first (stage logprobs), or set "
             "kl_coef = 0",
         )
     return Plan(
@@ -96,7 +96,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         run=into or policy.ref.run,
         kinds=("advantages", "updates", "policy"),
         inputs=inputs,
-        models=(checkpoints.as_model("policy", policy),),
+        models=(checkpoints.model_entry("policy", policy),),
         first_number=policy.ref.version + 1,
     )
 
@@ -124,10 +124,12 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """
     from quiver.stages.model.loading import short_of_memory
 
-    config = plan.config.carried(plan.inputs["policy"].manifest.metrics)
-    loads_state = config.load_optimizer and has_moments(config.lora, plan.inputs["policy"])
-    if loads_state:
-        require_state(plan.inputs)
+    config = plan.config.with_steered_kl(plan.inputs["policy"].manifest.metrics)
+    loads_optimizer = config.load_optimizer and has_optimizer_state(
+        config.lora, plan.inputs["policy"]
+    )
+    if loads_optimizer:
+        require_optimizer_state(plan.inputs)
     writer = writers.get("policy")
     phase = writer.phase if writer else nullcontext
     with phase("import"):
@@ -137,14 +139,16 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
         accelerator = make_accelerator(config, plan)
     # a user's file may have changed since the plan
-    config.require_source()
+    config.require_unchanged_code()
     algorithm = config.chosen_algorithm()
     next_step = "lower optimize.token_budget, or set optimize.activation_checkpointing = true"
     with short_of_memory("optimize", next_step):
         with phase("load"):
             loaded = rollouts.load(config, algorithm, plan.store, plan.inputs)
-            trainer = _load_trainer(plan, config, algorithm, loaded.batch, accelerator, loads_state)
-        # also scores what the advantages need; the audit itself may wait for the first step
+            trainer = _load_trainer(
+                plan, config, algorithm, loaded.batch, accelerator, loads_optimizer
+            )
+        # also the pass that advantages need; the audit itself may wait for the first step
         with phase("audit"):
             trainer.prepare()
         with phase("steps"):
@@ -166,10 +170,10 @@ def _load_trainer(
     algorithm: algorithms.Algorithm,
     batch: Batch,
     accelerator: Accelerator,
-    loads_state: bool,
+    loads_optimizer: bool,
 ) -> Trainer:
     """Make the trainer, at the step where the policy's training stopped; with its optimizer state
-    if `loads_state`."""
+    if `loads_optimizer`."""
     import torch
 
     from quiver.stages.model.forward.pictures import sight
@@ -178,33 +182,33 @@ def _load_trainer(
     from . import critic
     from .accelerator import trainer_of
     from .lora import load_with_adapters
-    from .optimizer import load_state, read_tensors
+    from .optimizer import load_optimizer_state, read_tensors
 
     policy = plan.inputs["policy"]
-    kind = config.critic if algorithm.critic else None
-    make_trainer, load_mapped = trainer_of(config, accelerator)
-    load = load_mapped or partial(load_model, dtype=torch.float32, device=accelerator.device)
+    critic_kind = config.critic if algorithm.critic else None
+    trainer_class, load_on_cpu = trainer_of(config, accelerator)
+    load = load_on_cpu or partial(load_model, dtype=torch.float32, device=accelerator.device)
     whole = partial(load, policy, base=base_of(plan.store, policy))
     if config.lora:
-        model = load_with_adapters(config, plan.inputs, accelerator.device, load_mapped)
+        model = load_with_adapters(config, plan.inputs, accelerator.device, load_on_cpu)
     else:
         model = whole()
-    value_trunk = critic.trunk_of(whole()) if kind == "model" else None
+    value_trunk = critic.trunk_of(whole()) if critic_kind == "model" else None
     if not config.train_vision:
         for parameter in sight(model):
             parameter.requires_grad_(False)
     step = int(policy.manifest.metrics.get("step", 0))
-    trainer = make_trainer(
+    trainer = trainer_class(
         config, model, batch, algorithm, accelerator, step=step, value_trunk=value_trunk
     )
     if config.entropy_target is not None:
         trainer.entropy_coef = policy.manifest.metrics.get("entropy_coef", config.entropy_coef)
         trainer.last_entropy = policy.manifest.metrics.get("last_entropy")
-    if loads_state:
+    if loads_optimizer:
         state = read_tensors(policy, OPTIMIZER_FOLDER)
-        load_state(trainer.optimizer, model, state)
-    if kind:
+        load_optimizer_state(trainer.optimizer, model, state)
+    if critic_kind:
         critic.resume(
-            trainer.critic, trainer.optimizer, policy, kind, moments=config.load_optimizer
+            trainer.critic, trainer.optimizer, policy, critic_kind, moments=config.load_optimizer
         )
     return trainer

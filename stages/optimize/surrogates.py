@@ -1,6 +1,6 @@
 """More surrogates, in the form of losses.py, and an aggregation by prompt: pure functions.
 
-    costs, at_bound = geometric_clipped(tokens, clip_low=0.4, clip_high=0.4)
+    token_losses, at_bound = geometric_clipped(tokens, clip_low=0.4, clip_high=0.4)
 
 Not of the spine: losses.py shows what a surrogate is.
 """
@@ -45,7 +45,8 @@ def divergence_masked(
         ratio_max: > 0, or None for off.
         drift_coef: ≥ 0.
     Returns:
-        loss [N]; and bool [N], true where M = 0 (only that token's drift term has a gradient).
+        token losses [N]; and bool [N], true where M = 0 (that token has the drift term's
+        gradient alone).
 
     Reference: DPPO, https://arxiv.org/abs/2602.04879; drift: https://arxiv.org/abs/2602.02276.
     """
@@ -57,8 +58,8 @@ def divergence_masked(
     masked = too_high | too_low
     weight = log_ratios.detach().exp().clamp(max=math.inf if ratio_max is None else ratio_max)
     ratio = weight * (1 + log_ratios - log_ratios.detach())  # its gradient is weight ∇logprobs
-    loss = drift_coef * log_ratios.square() - torch.where(masked, 0.0, ratio * advantages)
-    return loss, masked
+    token_losses = drift_coef * log_ratios.square() - torch.where(masked, 0.0, ratio * advantages)
+    return token_losses, masked
 
 
 def binary_divergence(logprobs: Tensor, anchor: Tensor, divergence: str) -> Tensor:
@@ -111,7 +112,7 @@ def geometric_clipped(
         tokens: of whole rollouts.
         clip_low, clip_high: bounds of log r, as distances from 0, each ≥ 0.
     Returns:
-        loss [N]; and bool [N], true where a token's ratio was clipped (it has no gradient).
+        token losses [N]; and bool [N], true where a token's ratio was clipped (it has no gradient).
 
     Reference: GMPO, https://arxiv.org/abs/2507.20673.
     """
@@ -122,8 +123,8 @@ def geometric_clipped(
     )
     of_rollout = Ragged(bounded, tokens.offsets)
     log_mean = of_rollout.segment_mean().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    loss = -advantages * log_mean[of_rollout.segment_ids].exp()
-    return loss, (bounded != log_ratios) & (advantages != 0)
+    token_losses = -advantages * log_mean[of_rollout.segment_ids].exp()
+    return token_losses, (bounded != log_ratios) & (advantages != 0)
 
 
 # -- aggregations: the weight of a token in the optimizer step

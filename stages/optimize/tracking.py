@@ -74,7 +74,7 @@ def _log_or_warn(
     try:
         log_numbers(*arguments, **named)
     except Exception as error:  # any library may raise anything
-        log.warning("%s has not got all numbers: %s", name, printable(str(error)))
+        log.warning("%s did not get all numbers: %s", name, printable(str(error)))
 
 
 def open_trackers(
@@ -106,7 +106,7 @@ def open_trackers(
             raise ConfigError(
                 f"optimize.trackers {name}",
                 f"does not start: {type(error).__name__}: {printable(str(error))}",
-                next=f"mend that, or leave {name} out of optimize.trackers",
+                next=f"correct that, or leave {name} out of optimize.trackers",
             ) from error
         opened.append(tracker)
     return opened

@@ -1,10 +1,14 @@
 """The optimizer's loop: epochs of mini-batches (a step each) of micro-batches (a pass each).
 
 Each token's weight is computed for the whole step at once, so neither micro-batches nor ranks
-change loss or gradient. Weights stay in float32, or in bfloat16 with precision `bf16_stochastic`
-(see `optimizer`). A step whose loss or gradient is not finite is skipped on every rank; three in a
-row stop the stage. Before the first update the logprobs are audited against the engine's. Nothing
-here knows of the store.
+change loss or gradient. The model's weights stay in float32, or in bfloat16 with precision
+`bf16_stochastic` (see `optimizer`). A step whose loss or gradient is not finite is skipped on every
+rank; three in a row stop the stage. Nothing here knows of the store.
+
+Before the first update, the audit compares the trainer's logprobs of the sampled tokens with
+`old_logprobs`, the engine's. The mean over tokens of |trainer − old| may be at most
+`audit.max_mean_gap`; audit.py has the other bounds. If it is more, NumericError stops the training
+before any weight changes. `Trainer.prepare` says which rollouts are compared.
 
     trainer = Trainer(config, model, batch, algorithm, make_accelerator(config))
     trainer.prepare()              # a critic's values, the audit
@@ -28,14 +32,14 @@ from torch import Tensor, nn
 from quiver.schemas.errors import NumericError
 from quiver.stages.model.forward.layout import Layout, Sequences
 from quiver.stages.model.forward.packing import Piece, minibatches
-from quiver.stages.model.forward.policy import Policy, score_and_judge, token_budget
+from quiver.stages.model.forward.policy import Outputs, Policy, compute_outputs, token_budget
 from quiver.stages.model.forward.precision import narrow, resolve
 from quiver.stages.model.forward.verify import choose_kernel, choose_mode
 
 from . import critic, terms
 from .algorithms import Algorithm
 from .audit import audit
-from .batch import Batch, Part, Step
+from .batch import Batch, StepColumns, TokenColumns
 from .config import Config
 from .critic import ValueHead, with_trunk
 from .lora import narrow_frozen
@@ -106,9 +110,8 @@ class Trainer(SavedState):
         self.updates: list[dict[str, Any]] = []
         """Rows of updates/1."""
         self.padding = 0
-        """Positions without a token, out of the `places` that this rank passed through the
-        model."""
-        self.places = 0
+        """Slots without a token, out of all `slots` that this rank passed through the model."""
+        self.slots = 0
         self.entropy_coef = config.entropy_coef
         """Coefficient of the next step, without regard to the target's cut-off; see terms.py."""
         self.last_entropy: float | None = None
@@ -175,41 +178,50 @@ class Trainer(SavedState):
     def prepare(self) -> None:
         """Compute what the first update needs: advantages of tokens, and the audit.
 
-        If the algorithm needs no pass before the first step, the audit waits for that step: its
-        pass gives the logprobs before any weight changes, and its mini-batch is audited. But stale
-        rollouts, of an older policy, are only measured, and a mini-batch may hold nothing else. So
-        if there are any and an epoch has several steps, all rollouts are scored and audited here.
+        The audit needs the logprobs of the policy that the training starts from:
+
+        * If the algorithm `needs` a pass before the first step, that pass gives them, and all
+          active rollouts are audited here.
+        * Otherwise, if there are stale rollouts and an epoch has several steps, a pass of its own
+          gives them here, also of all active rollouts. Stale rollouts, of an older policy, are only
+          measured, and the first mini-batch may hold nothing else.
+        * Otherwise the first step's own pass gives them, before any weight changes. `train` then
+          audits the rollouts of that mini-batch.
+
         Raises NumericError.
         """
         if not self.active:
             return
         audits = self.config.audit.enabled
-        columns = self._columns() if self.algorithm.columns else {}
+        provided = self._first_pass() if self.algorithm.needs else {}
         if self.algorithm.advantage_of == "tokens":
             self.batch = critic.with_token_advantages(
-                self.config, self.algorithm, self.batch, columns
+                self.config, self.algorithm, self.batch, provided
             )
-        if audits and columns:
-            self.audit_report = audit(self.objective, self.batch, columns["logprobs"], self.active)
+        if audits and provided:
+            self.audit_report = audit(self.objective, self.batch, provided["logprobs"], self.active)
         elif audits and self.batch.has_stale and self.config.minibatches > 1:
-            logprobs = self.score(self.active)
+            logprobs = self.compute_logprobs(self.active)
             self.audit_report = audit(self.objective, self.batch, logprobs, self.active)
 
-    def _columns(self) -> dict[str, Tensor]:
-        """Run one pass under the current policy, and return the columns that `Algorithm.columns`
-        may ask for."""
+    def _first_pass(self) -> dict[str, Tensor]:
+        """Run one pass under the current policy, and return what `Algorithm.needs` may ask for."""
         sequences = self.batch.sequences
         sampled = torch.ones(len(self.batch.old_logprobs), dtype=torch.bool)
         cut = self.batch.cut & self.config.bootstrap_length
         if bool(cut.any()):
             sequences, sampled = critic.with_next_state(sequences, cut)
         self.policy.collision = True
-        passed = self._score_and_judge(self.active, sequences)
+        outputs = self._compute_outputs(self.active, sequences)
         self.policy.collision = False
-        columns = dict(zip(("logprobs", "values", "collisions"), passed[:, sampled], strict=True))
         last_values = torch.zeros(len(cut))
-        last_values[cut] = passed[1, ~sampled]
-        return {**columns, "last_values": last_values}
+        last_values[cut] = outputs.values[~sampled]
+        return {
+            "logprobs": outputs.logprobs[sampled],
+            "values": outputs.values[sampled],
+            "collisions": outputs.entropy[sampled],
+            "last_values": last_values,
+        }
 
     def train(self, progress: Progress | None = None) -> None:
         """Run all epochs, from the point that `progress` has saved. Raises NumericError if the
@@ -232,7 +244,7 @@ class Trainer(SavedState):
         if not bool(total_norm([p.detach() for p in self.parameters]).isfinite()):
             raise _not_finite("a weight is not finite after the last step")
         if self.config.score_after and self.batch.groups:
-            self.logprobs = self.score(range(len(self.batch.groups)))
+            self.logprobs = self.compute_logprobs(range(len(self.batch.groups)))
 
     def _members(self, step: int) -> list[list[int]]:
         """Return the rollouts of each mini-batch of the epoch that begins with `step`. Groups are
@@ -290,19 +302,19 @@ class Trainer(SavedState):
     def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return self.accelerator.reduce(tensor.to(self.accelerator.device), "sum").cpu()
 
-    def score(self, rows: Sequence[int]) -> Tensor:
+    def compute_logprobs(self, rows: Sequence[int]) -> Tensor:
         """Return the logprobs [N] of rollouts `rows` under the current policy, NaN elsewhere; equal
         on every rank."""
-        positions = self.batch.positions(rows)
+        places = self.batch.places(rows)
         logprobs = torch.full_like(self.logprobs, torch.nan)
-        logprobs[positions] = self._score_and_judge(rows, self.batch.sequences)[0, positions]
+        logprobs[places] = self._compute_outputs(rows, self.batch.sequences).logprobs[places]
         return logprobs
 
-    def _score_and_judge(self, rows: Sequence[int], sequences: Sequences) -> Tensor:
-        """Return [3, N'] logprobs, values, and entropy or collisions of the tokens of `sequences`,
-        0 for rollouts outside `rows`; equal on every rank."""
+    def _compute_outputs(self, rows: Sequence[int], sequences: Sequences) -> Outputs:
+        """Return the outputs for all completion tokens of `sequences`, 0 for rollouts outside
+        `rows`; equal on every rank."""
         microbatches = self._microbatches(rows, sequences)[self.rank_share]
-        return self._sum_over_ranks(score_and_judge(self.policy, microbatches, sequences))
+        return Outputs(*self._sum_over_ranks(compute_outputs(self.policy, microbatches, sequences)))
 
     # -- one step
 
@@ -311,7 +323,7 @@ class Trainer(SavedState):
 
         `members` count in the denominators; only `active` are passed through the model.
         """
-        step = self._step(members, active)
+        whole_step = self._step_columns(members, active)
         sequences = self.batch.sequences
         microbatches = self._microbatches(active, sequences)
         rank_microbatches = microbatches[self.rank_share]
@@ -320,35 +332,38 @@ class Trainer(SavedState):
         sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=device)
         log_ratio_max = torch.full((), -torch.inf, device=device)
         logprobs = torch.zeros_like(self.logprobs)
-        scored = []
+        finished = []
         last_line = time.monotonic()
         self.optimizer.zero_grad(set_to_none=True)
         with self.policy.context():
-            finish = partial(self._with_columns, step)
-            ready = self.policy.layouts(rank_microbatches, sequences, finish)
-            for number, (layout, positions, part, step_part) in enumerate(ready, 1):
+            ready = self.policy.layouts(
+                rank_microbatches, sequences, partial(self._with_columns, whole_step)
+            )
+            for number, (layout, places, token_columns, step_columns) in enumerate(ready, 1):
                 # read nothing back before all passes are queued: reading waits for the GPU
                 outputs = self.policy(layout, frozen=self.warming)
-                loss, loss_sums, largest = self.objective.loss(part, outputs, step_part)
+                loss, loss_sums, largest = self.objective.loss(token_columns, outputs, step_columns)
                 loss.backward()
-                padding, places = layout.filling
+                padding, slots = layout.filling
                 self.padding += padding
-                self.places += places
+                self.slots += slots
                 sums += loss_sums
                 log_ratio_max = torch.fmax(log_ratio_max, largest)
-                scored.append((positions, outputs[0].detach()))
+                finished.append((places, outputs.logprobs.detach()))
                 if number < num_passes and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
                     log.info("step %d: %d of %d micro-batches", self.step, number, num_passes)
                     last_line = time.monotonic()
-        for positions, of_microbatch in scored:
-            logprobs[positions] = of_microbatch.cpu()
+        for places, of_microbatch in finished:
+            logprobs[places] = of_microbatch.cpu()
         if self.accelerator.num_processes > 1:
             self._sum_gradients()
-        positions = self.batch.positions(active)
-        self.logprobs[positions] = self._sum_over_ranks(logprobs)[positions]
-        num_tokens = len(positions)
+        places = self.batch.places(active)
+        self.logprobs[places] = self._sum_over_ranks(logprobs)[places]
+        num_tokens = len(places)
         return {
-            **self.objective.numbers(self._sum_over_ranks(sums), num_tokens, self.warming, step),
+            **self.objective.numbers(
+                self._sum_over_ranks(sums), num_tokens, self.warming, whole_step
+            ),
             "ratio_max": float(self.accelerator.gather(log_ratio_max.exp()[None]).max()),
             "tokens": num_tokens,
             "prompt_tokens": int(sequences.prompts.lengths[active].sum()),
@@ -356,20 +371,22 @@ class Trainer(SavedState):
             "microbatches": len(microbatches),
         }
 
-    def _with_columns(self, step: Step, layout: Layout) -> tuple[Layout, Tensor, Part, Step]:
-        """Return a layout, the positions of its tokens among the N, and their columns on the
+    def _with_columns(
+        self, whole_step: StepColumns, layout: Layout
+    ) -> tuple[Layout, Tensor, TokenColumns, StepColumns]:
+        """Return a layout, the places of its tokens among the N, and their columns on the
         device."""
-        positions = self.batch.positions(layout.rows)
+        places = self.batch.places(layout.rows)
         device = self.accelerator.device
-        part = self.batch.part(layout.rows, device)
-        return layout, positions, part, step.at(positions, device)
+        token_columns = self.batch.token_columns(layout.rows, device)
+        return layout, places, token_columns, whole_step.at(places, device)
 
-    def _step(self, members: list[int], active: list[int]) -> Step:
-        """Return the per-token columns of the step. With `entropy_share` below 1, all its tokens
-        are scored first."""
+    def _step_columns(self, members: list[int], active: list[int]) -> StepColumns:
+        """Return the step's columns. With `entropy_share` below 1, a pass of its own computes the
+        entropy of all its tokens first."""
         weights = self.objective.weights(self.batch, members)
         coef = terms.entropy_bonus(self.config, self.entropy_coef, self.last_entropy)
-        step = Step(
+        columns = StepColumns(
             weights,
             entropy_coef=coef,
             kl_coef=self.kl_coef if self.objective.kl_in_loss else 0.0,
@@ -377,12 +394,12 @@ class Trainer(SavedState):
         )
         share = self.config.entropy_share
         if share == 1:
-            return step
-        entropies = self._score_and_judge(active, self.batch.sequences)[2]
-        positions = self.batch.positions(active)
+            return columns
+        entropies = self._compute_outputs(active, self.batch.sequences).entropy
+        places = self.batch.places(active)
         learns = torch.zeros(len(entropies), dtype=torch.bool)
-        learns[positions] = terms.uncertain(entropies[positions], share)
-        return replace(step, learns=learns)
+        learns[places] = terms.uncertain(entropies[places], share)
+        return replace(columns, learns=learns)
 
     def _sum_gradients(self) -> None:
         """Sum the step's gradient over ranks, in float32 for every weight dtype.

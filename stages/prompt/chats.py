@@ -129,7 +129,7 @@ def read_variables(
             raise ValueError(f"holds {shape_of(arguments)}, expected an object")
         for argument in arguments:
             if argument in _NOT_ARGUMENTS or argument in reserved:
-                raise ValueError(f"sets {argument}, which is no argument of a row")
+                raise ValueError(f"sets {argument}, which a row cannot set")
         column = tools_column
         way_out = ', or set data.tools = "" if the column is for something else'
         tools = _parsed(cells.get("tools")) or []
@@ -203,13 +203,13 @@ class Remarks:
             self.say_once(
                 "chat as text",
                 f"{name}: column {column} holds a chat written as text, which the policy is shown "
-                f'as it stands. If it is JSON, set data.messages = "{column}"',
+                f'unchanged. If it is JSON, set data.messages = "{column}"',
             )
 
     def _on_blank(self, place: str) -> None:
         self.say_once(
             "blank",
-            f"{place} is blank, and the policy is asked it: correct the row, or take it out of "
+            f"{place} is blank, so the policy is asked nothing: correct the row, or take it out of "
             "the source",
         )
 
@@ -232,8 +232,8 @@ class Remarks:
         if {"system", "developer"}.issuperset(roles):
             self.say_once(
                 "no question",
-                f"{name}: the chat asks nothing, its messages are the system's alone: correct the "
-                "row, or take it out of the source",
+                f"{name}: the chat asks nothing, it has only system messages: correct the row, or "
+                "take it out of the source",
             )
         if roles[-1] == "assistant":
             self.say_once(

@@ -59,7 +59,7 @@ def to_table(source: str, rows: Iterable[tuple[str, Any]]) -> pa.Table:
             if not isinstance(row, dict):
                 raise bad_source(place, f"expected an object, found {type(row).__name__}")
             for name in row.keys() - names.keys():
-                problem = bad_text(name) if isinstance(name, str) else "is no text"
+                problem = bad_text(name) if isinstance(name, str) else "is not text"
                 if problem:
                     raise bad_source(place, f"the key {printable(repr(name))} {problem}")
             names |= dict.fromkeys(row)

@@ -1,4 +1,4 @@
-"""Config of the prompt stage: the rows, how they become ids, and which rows an iteration takes.
+"""Config of the prompt stage: the rows, how they become ids, and which rows a round takes.
 
 A recipe has the first part in [data] and the second in [prompt].
 Not of the spine: look up fields by name.
@@ -156,9 +156,9 @@ class Config(SourceConfig, TemplateConfig):
 
     seed: int = Field(default=0, ge=0)
     """Seed of the shuffles. Has no effect without `limit`."""
-    iteration: int = Field(default=0, ge=0)
-    """Block of `limit` rows to take, from 0. Has no effect without `limit`. In a recipe's flow
-    the first iteration is 0, and so is an evaluation."""
+    round: int = Field(default=0, ge=0)
+    """Number of the round of sampling, from 1; each takes the next `limit` rows. 0: an evaluation,
+    which takes the first ones. Has no effect without `limit`. A recipe's flow sets it."""
     turns: EnvironmentConfig | None = None
     """Environment or tools of [generate.turns]. Prompts show the environment's opening and the
     tools' schemas."""

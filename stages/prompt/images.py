@@ -144,7 +144,7 @@ def _locate(path: str | None, config: SourceConfig) -> Path:
     try:
         path = read_path(path, "path").removeprefix("file://")
     except ValueError as error:
-        raise ValueError(f"{error}, and is no picture (PNG, JPEG, WebP) in base64") from None
+        raise ValueError(f"{error}, and is not a picture (PNG, JPEG, WebP) in base64") from None
     source = os.path.expanduser(config.source.removeprefix("datasets:"))
     folder = Path(source)
     if not config.source.startswith("datasets:"):

@@ -1,8 +1,8 @@
 """The opening messages of environments: each row's prompt includes its own, so a group shares it.
 
 config = identified(config)                            # at planning; runs no user code
-with opened(config) as openings:
-    messages = openings.of(source, rows, group_ids)    # per row; empty without environment
+with open_environments(config) as environments:
+    openings = environments.openings(source, rows, group_ids)    # per row; empty without one
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ def identified(config: Config) -> Config:
     if config.raw_text or config.input == "prompt_ids":
         raise ConfigError(
             "data.raw_text" if config.raw_text else "data.prompt_ids",
-            "a prompt for [generate.turns] is a chat, which the policy's template writes",
+            "a prompt for [generate.turns] must be a chat, which the policy's template writes",
             next="name a column with a chat in data.messages, or with text in data.prompt",
         )
     return config.model_copy(update={"turns": config.turns.with_fingerprint()})
 
 
 @contextmanager
-def opened(config: Config) -> Iterator[Openings]:
-    """Yield the openings of [generate.turns]; they are empty without it."""
+def open_environments(config: Config) -> Iterator[Environments]:
+    """Yield the environments of [generate.turns]; their openings are empty without it."""
     if config.turns is None:
-        yield Openings(config, None)
+        yield Environments(config, None)
         return
     with EnvironmentPool(config.turns) as pool:
-        yield Openings(config, pool)
+        yield Environments(config, pool)
 
 
-class Openings:
+class Environments:
     """The environments of [generate.turns], begun and ended again."""
 
     def __init__(self, config: Config, pool: EnvironmentPool | None) -> None:
@@ -59,7 +59,7 @@ class Openings:
         self._config = config
         self._pool = pool
 
-    def of(
+    def openings(
         self, source: pa.Table, rows: Sequence[int], group_ids: Sequence[str]
     ) -> list[list[Message]]:
         """Return the opening messages of each of the `rows` of `source`.

@@ -1,8 +1,8 @@
-"""Choose the source rows of an iteration: the next ones of seeded shuffles, or by a curriculum.
+"""Choose the source rows of a round: the next ones of seeded shuffles, or by a curriculum.
 
 A curriculum prefers rows with the right difficulty, measured by earlier rewards.
 
-    choose(rows=8, limit=4, seed=7, iteration=1)       # positions of the second four
+    choose(rows=8, limit=4, seed=7, round=2)           # positions of the second four
     choose_rows(config, group_ids, rewards, store)     # positions, and how the curriculum chose
 """
 
@@ -38,7 +38,7 @@ def name_rows(config: Config, table: pa.Table) -> list[str]:
         if cell in (None, ""):
             problem = "is empty"
         elif name in names:
-            problem = f"stands in row {names[name] + 1} too"
+            problem = f"is also in row {names[name] + 1}"
         if problem:
             raise ConfigError(
                 f"source {printable(config.source)} row {row + 1}",
@@ -49,28 +49,35 @@ def name_rows(config: Config, table: pa.Table) -> list[str]:
     return list(names)
 
 
-def choose(rows: int, limit: int | None, seed: int, iteration: int) -> list[int]:
-    """Return the positions that `iteration` takes: the next `limit` of successive seeded shuffles.
+def choose(rows: int, limit: int | None, seed: int, round: int) -> list[int]:
+    """Return the positions that a round takes: the next `limit` of successive seeded shuffles.
 
-    No position is taken twice in an iteration.
+    An evaluation, round 0, takes the first ones, as round 1 does. No position is taken twice in a
+    round.
     """
     if limit is None:
         return list(range(rows))
     size = min(limit, rows)
-    return _shuffled(rows, size, seed, (iteration + 1) * size)[iteration * size :][:size]
+    start = _first_row(round, size)
+    return _shuffled(rows, size, seed, start + size)[start:][:size]
+
+
+def _first_row(round: int, size: int) -> int:
+    """Return the number of rows that the rounds before took."""
+    return max(round - 1, 0) * size
 
 
 def _shuffled(rows: int, size: int, seed: int, length: int) -> list[int]:
     """Return at least `length` positions of successive shuffles, each of all rows.
 
-    If an iteration of `size` rows spans two epochs, the second shuffle begins with rows that the
-    iteration does not have yet. The generator is numpy's legacy one, whose stream is frozen: the
+    If a round of `size` rows spans two epochs, the second shuffle begins with rows that the round
+    does not have yet. The generator is numpy's legacy one, whose stream is frozen: the
     same seed gives the same rows on every version.
     """
     order: list[int] = []
     for epoch in range(length // rows + 1):
         shuffle = np.random.RandomState([seed % 2**32, epoch]).permutation(rows).tolist()
-        num_open = len(order) % size  # rows of an iteration that the previous epoch began
+        num_open = len(order) % size  # rows of a round that the previous epoch began
         if num_open:
             open_rows = set(order[-num_open:])
             completing = [row for row in shuffle if row not in open_rows][: size - num_open]
@@ -82,14 +89,14 @@ def _shuffled(rows: int, size: int, seed: int, length: int) -> list[int]:
 def choose_rows(
     config: Config, group_ids: Sequence[str], rewards: Sequence[Version], store: Store
 ) -> tuple[list[int], dict[str, int]]:
-    """Choose the rows of the iteration of `config`.
+    """Choose the rows of the round of `config`.
 
     First come rows that none of the `rewards` has, in the order of `choose`, beginning with the
     rows it takes. Then come rows whose last mean reward is within the curriculum's bounds, then the
     others. Within both groups, rows that were not asked for the longest time come first.
 
     Args:
-        config: Limit, seed, iteration and curriculum.
+        config: Limit, seed, round and curriculum.
         group_ids: Of all rows of the source.
         rewards: Measured by earlier iterations, oldest first.
         store: Store of the rewards' inputs.
@@ -103,7 +110,7 @@ def choose_rows(
     num_rows = len(group_ids)
     curriculum = config.curriculum
     if curriculum is None or config.limit is None:
-        chosen = choose(num_rows, config.limit, config.seed, config.iteration)
+        chosen = choose(num_rows, config.limit, config.seed, config.round)
         return chosen[: config.first], {}
     measured: dict[str, tuple[str, int]] = {}
     for age, version in enumerate(rewards):
@@ -115,7 +122,7 @@ def choose_rows(
             is_within = mean is None or curriculum.low <= mean <= curriculum.high
             measured[row["group_id"]] = WITHIN if is_within else OUTSIDE, age
     size = min(config.limit, num_rows)
-    start = config.iteration * size
+    start = _first_row(config.round, size)
     in_turn = dict.fromkeys(_shuffled(num_rows, size, config.seed, start + 2 * num_rows)[start:])
     judged = {row: measured.get(group_ids[row], (NEVER, 0)) for row in in_turn}
     places = (NEVER, WITHIN, OUTSIDE)
@@ -147,16 +154,16 @@ def _require_same_source(config: Config, rewards: Version, store: Store) -> None
     with_expired = store.with_expired()  # a manifest is enough
     manifest = rewards.manifest
     for role in ("rollouts", "prompts"):
-        source = manifest.input(role)
-        if source is None:
+        entry = manifest.input(role)
+        if entry is None:
             break
-        manifest = with_expired.open(source.ref).manifest
+        manifest = with_expired.open(entry.ref).manifest
     names = ("source_sha256", "group_id", "group_prefix")
     expected = {name: getattr(config, name) for name in names}
     if {name: manifest.config.get(name) for name in names} != expected:
         raise LineageError(
             str(rewards.ref),
             f"measured rows of {manifest.config.get('source', 'no prompts that are known')}, not "
-            f"those of {config.source} as it is now",
+            f"the current rows of {config.source}",
             next="name rewards of the same rows, or none",
         )

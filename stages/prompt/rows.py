@@ -259,22 +259,22 @@ class Renderer:
 
         Raises ConfigError if the policy has none.
         """
-        source = self._own_template
-        if source is None:
+        jinja = self._own_template
+        if jinja is None:
             try:
-                source = self._tokenizer.get_chat_template(tools=tools or None)
+                jinja = self._tokenizer.get_chat_template(tools=tools or None)
             except ValueError:
                 named = self._tokenizer.chat_template
                 lack = "no chat template"
                 if isinstance(named, dict):
                     names = ", ".join(sorted(named))
-                    lack = f"the chat templates {names}, of which none is the default"
+                    lack = f"the chat templates {names}, and none of them is the default"
                 raise ConfigError(
                     str(self._policy.ref),
                     f"the policy's tokenizer has {printable(lack)}",
                     next="set prompt.template to a jinja file, or data.raw_text = true",
                 ) from None
-        if source not in self._templates:
+        if jinja not in self._templates:
             variables = {
                 "documents": None,
                 "add_generation_prompt": True,
@@ -283,8 +283,8 @@ class Renderer:
                 "tools": None,  # may hold a server's texts: each prompt passes them guarded
             }
             seconds = self.config.template_seconds
-            self._templates[source] = Template(source, variables, seconds, self._title)
-        return self._templates[source]
+            self._templates[jinja] = Template(jinja, variables, seconds, self._title)
+        return self._templates[jinja]
 
     def _warn_of_hidden_tools(self, tools: list[dict[str, Any]], whose: str) -> None:
         """Warn if the template writes the same without `tools`."""
@@ -375,17 +375,17 @@ class Renderer:
             if header:
                 self._remarks.say_once(
                     "turn",
-                    f"{name}: nothing begins the assistant's turn in the prompt, where the "
+                    f"{name}: nothing begins the assistant's turn in the prompt, although the "
                     f"policy's chat template writes {printable(repr(header))} before an answer: "
-                    "let the template write it where add_generation_prompt is true",
+                    "let the template write it if add_generation_prompt is true",
                 )
         start = self._guard.missing_start(text)
         if start:
             self._remarks.say_once(
                 "start",
-                f"{self._title} does not begin with {start}, as its tokenizer begins "
-                "a text: it is put before each prompt. A server that renders chats leaves it out, "
-                "unless prompt.template, and the served template, begin with {{ bos_token }}",
+                f"{self._title} does not begin with {start}, which its tokenizer puts before a "
+                "text: Quiver puts it before each prompt. A server that renders chats leaves it "
+                "out, unless prompt.template, and the served template, begin with {{ bos_token }}",
             )
         if own.tools and not self._shown_tools:
             self._warn_of_hidden_tools(own.tools, f"column {self.config.tools}")
@@ -433,8 +433,8 @@ class Renderer:
             where = "the chat template" if self.config.has_chats else "the rows"
             self._remarks.say_once(
                 "ended",
-                f"{name}: the prompt ends with {end}, at which an answer ends: the policy is to go "
-                f"on behind it. If it is not meant, take it out of {where}",
+                f"{name}: the prompt ends with {end}, which ends an answer: the policy has to "
+                f"continue after it. If that is not intended, take it out of {where}",
             )
         allowed = self.config.max_prompt_tokens
         if allowed is None or len(ids) <= allowed:

@@ -153,7 +153,7 @@ def _check(source: str, table: pa.Table) -> None:
     names = table.column_names
     for name in sorted(names):
         if names.count(name) > 1:
-            raise bad_source(source, f"column {quoted_name(name)} stands more than once")
+            raise bad_source(source, f"column {quoted_name(name)} occurs more than once")
     for field in table.schema:
         if _is_deeper(field.type, _MOST_LEVELS):
             raise bad_source(
@@ -170,7 +170,7 @@ def _check(source: str, table: pa.Table) -> None:
         table.validate(full=True)
     except pa.ArrowInvalid as error:
         raise bad_source(
-            source, f"holds bytes that are not what its types say: {printable(error)}"
+            source, f"holds bytes that do not match its types: {printable(error)}"
         ) from None
 
 

@@ -30,7 +30,7 @@ from quiver.stages.model.chat.template import read_template
 from . import sources
 from .chats import warn_unused
 from .config import Config
-from .openings import identified, opened
+from .openings import identified, open_environments
 from .order import choose_rows, name_rows, open_rewards
 
 STAGE_VERSION = 1
@@ -67,13 +67,13 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     config = identified(config)
     filled_in = {"max_prompt_tokens": _longest_prompt(config, policy)}
     if config.limit is None:
-        # each iteration takes all rows in order, so all have one run key
-        filled_in |= {"iteration": 0, "seed": 0}
+        # each round takes all rows in order, so all have one run key
+        filled_in |= {"round": 0, "seed": 0}
     changed = {"weights": ""}  # other weights make the same prompts
     template = read_template(config.template, "prompt.template")
     if template is not None:
         changed["template"] = digest(template)
-    model = checkpoints.as_model("policy", policy).model_copy(update=changed)
+    model = checkpoints.model_entry("policy", policy).model_copy(update=changed)
     return Plan(
         store,
         stage="prompt",
@@ -87,7 +87,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Render the rows that the plan's iteration takes. Raises ConfigError or SecurityError."""
+    """Render the rows that the plan's round takes. Raises ConfigError or SecurityError."""
     from .rows import Renderer, render_rows
 
     config = plan.config
@@ -101,13 +101,14 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     template = read_template(config.template, "prompt.template", plan.models[0].template)
     with (
         writer.phase("render"),
-        opened(config) as openings,
-        closing(Renderer(config, policy, template, openings.tools)) as renderer,
+        open_environments(config) as environments,
+        closing(Renderer(config, policy, template, environments.tools)) as renderer,
     ):
         for index in writer.take_shards(len(starts)):
             rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
-            said = openings.of(source.table, rows, group_ids)
-            writer.write(index, render_rows(source.table, rows, group_ids, renderer, said, chosen))
+            openings = environments.openings(source.table, rows, group_ids)
+            shard = render_rows(source.table, rows, group_ids, renderer, openings, chosen)
+            writer.write(index, shard)
             log.info("prompts: shard %d of %d", index + 1, len(starts))
         columns = ["group_id", "messages", "prompt_ids"]
         prompts = pa.concat_tables(writer.read(i).select(columns) for i in range(len(starts)))
@@ -151,6 +152,6 @@ def _longest_prompt(config: Config, policy: Version) -> int | None:
             "prompt.reserve_tokens",
             f"{config.reserve_tokens}, by default generate.sampling.max_tokens, leaves no room for "
             f"a prompt in the context of {context} tokens",
-            next="lower generate.sampling.max_tokens, or prompt.reserve_tokens where it is set",
+            next="lower generate.sampling.max_tokens, or prompt.reserve_tokens if it is set",
         )
     return min(room, config.max_prompt_tokens or room)

@@ -1,5 +1,6 @@
-"""The section [reward] of a recipe: the scorers, and how their parts become rewards. `pinned` adds
-the fingerprint of each scorer's code, model or server, from files alone.
+"""The section [reward] of a recipe: the scorers, and how their parts become rewards.
+
+`with_fingerprints` adds the fingerprint of each scorer's code, model or server, from files alone.
 
 It starts no process, runs no user code and does not import torch.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.manifest import Model
+from quiver.schemas.manifest import ModelEntry
 from quiver.stages.core.config import Config as Base
 from quiver.stages.core.config import Runtime
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
@@ -93,20 +94,22 @@ class Config(Base):
         names = [scorer.name for scorer in self.scorers]
         if not names:
             raise ValueError(
-                "nothing scores: name something under [[reward.functions]], [[reward.models]] or "
+                "there is no scorer: add one under [[reward.functions]], [[reward.models]] or "
                 "[[reward.servers]]"
             )
         for name in sorted(names):
             if names.count(name) > 1:
-                raise ValueError(f"name {name} stands twice: give each a name of its own")
+                raise ValueError(f"name {name} is used twice: give each scorer a name of its own")
         if self.overlong and OVERLONG in names:
             raise ValueError(
-                f"name {OVERLONG} is the penalty's column in parts: give what scores another name"
+                f"name {OVERLONG} is the penalty's column in parts: give the scorer another name"
             )
         return self
 
 
-def pinned(config: Config, *, remembered: bool = True) -> tuple[Config, tuple[Model, ...]]:
+def with_fingerprints(
+    config: Config, *, remembered: bool = True
+) -> tuple[Config, tuple[ModelEntry, ...]]:
     """Return `config` with the fingerprints of its scorers, and the manifest's entries of all
     reward models.
 
@@ -125,15 +128,15 @@ def pinned(config: Config, *, remembered: bool = True) -> tuple[Config, tuple[Mo
         "models": map(model_fingerprint, models),
         "servers": map(server_fingerprint, config.servers),
     }
-    pins = {}
+    scorers = {}
     for kind, fingerprints in by_kind.items():
-        pins[kind] = ()
+        scorers[kind] = ()
         for scorer, fingerprint in zip(getattr(config, kind), fingerprints, strict=True):
             if scorer.fingerprint not in ("", fingerprint):
                 raise ConfigError(
                     f"reward {scorer.name}",
                     f"fingerprint expected {printable(scorer.fingerprint)}, found {fingerprint}",
-                    next="restore what scored then, or run again without that fingerprint",
+                    next="restore that scorer, or run again without the fingerprint",
                 )
-            pins[kind] += (scorer.model_copy(update={"fingerprint": fingerprint}),)
-    return config.model_copy(update=pins), models
+            scorers[kind] += (scorer.model_copy(update={"fingerprint": fingerprint}),)
+    return config.model_copy(update=scorers), models

@@ -70,7 +70,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     sampled = rewards.manifest.input("rollouts")
     if rewards.ref.kind != "rewards" or sampled is None:
         raise LineageError(
-            str(rewards.ref), "is no rewards version of saved rollouts", next="quiver ls"
+            str(rewards.ref), "is not a rewards version of saved rollouts", next="quiver ls"
         )
     return Plan(
         store=store,
@@ -95,7 +95,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     if unknown:
         raise ConfigError(
             f"override {printable(unknown[0])}",
-            f"{rewards.ref} has no such rollout; {len(unknown)} of those named are not there",
+            f"{rewards.ref} has no such rollout; {len(unknown)} of the named rollouts are missing",
             next=f"quiver show {rewards.ref}",
         )
     values = [config.overrides.get(row["rollout_id"], row["reward"]) for row in rows]

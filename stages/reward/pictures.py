@@ -14,7 +14,7 @@ OFFERED = "images"
 
 
 class ImageBytes(bytes):
-    """The bytes of a picture. Pickling turns it into a PIL image in a worker of functions."""
+    """The bytes of a picture. Pickling turns it into a PIL image in a function's process."""
 
     def __reduce__(self) -> Any:
         from quiver.stages.model.images.decoder import open_image

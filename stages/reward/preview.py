@@ -22,7 +22,7 @@ import pyarrow as pa
 from quiver.schemas.errors import printable
 from quiver.stages.core import plugins
 
-from .config import Config, pinned
+from .config import Config, with_fingerprints
 from .functions import shipped
 from .functions.config import FunctionConfig
 from .pool.calls import describe
@@ -47,7 +47,7 @@ class Reads(NamedTuple):
 def preview(config: Config, columns: Iterable[str]) -> Reads:
     """Return the `columns` of the source that are read. Raises ConfigError or SecurityError if a
     scorer is missing, or if it asks by name for a missing column."""
-    pinned(config)
+    with_fingerprints(config)
     columns = [*columns]
     by_name: set[str] = set()
     may_be_all = False

@@ -2,7 +2,7 @@
 becomes a number.
 
 There are three kinds: functions (`pool`), models (`models`) and servers (`servers`). The stage
-knows them by this protocol alone. This module is light, because each worker imports it.
+knows them by this protocol alone. This module is light, because each process of a pool imports it.
 
 Not of the spine: read it when you write another kind of scorer.
 """
@@ -81,7 +81,7 @@ class Part(NamedTuple):
 
 
 class Scorer(Protocol):
-    """One source of rewards, with its column in `parts`.
+    """One function, model or server that gives numbers, with its column in `parts`.
 
     The stage calls `score` from one thread of its own, never twice at once. The opener may close
     the scorer's resources from another thread while `score` waits; the call must then end soon, in
@@ -125,7 +125,7 @@ def require_columns(owner: str, needs: Iterable[str], columns: Iterable[str]) ->
         if missing in OF_TURNS:
             raise ConfigError(
                 owner,
-                f"needs {missing}, which episodes alone have",
+                f"needs {missing}, which only episodes have",
                 next="add [generate.turns] to the recipe, or name rollouts of several turns",
             )
         raise ConfigError(

@@ -84,8 +84,8 @@ class Shards:
             if self._handout.unfinished():
                 for hidden in sorted({*self._columns} & {*OFFERED}):
                     log.warning(
-                        "rewards: the column %s of the prompts is not used: by that name scorers "
-                        "are offered another list; rename it in the source",
+                        "rewards: the column %s of the prompts is not used, because scorers get "
+                        "another list under that name: rename it in the source",
                         hidden,
                     )
                 columns = [*self._columns]
@@ -156,8 +156,8 @@ class Shards:
         work."""
         self._note_seconds()
         seconds: Counter[str] = Counter()
-        for notes in self._writer.reports():
-            seconds.update(notes.get("scorers", {}))
+        for report in self._writer.reports():
+            seconds.update(report.get("scorers", {}))
         return seconds
 
     def _too_many(self) -> RewardError:
@@ -184,8 +184,8 @@ class Shards:
             f"{len(failed)} of {self._rollouts.num_rows} rows failed so far, "
             f"more than reward.max_invalid allows; first: {kind} {name}, rollout "
             f"{printable(rollout_id)} of {place}: {error}",
-            state=f"{finished} finished shards are kept, and taken up where [reward] and its code "
-            "stay as they are; no version was written.",
+            state=f"no version was written; {finished} finished shards are kept, for a run with "
+            "the same [reward] and code.",
             next=f"correct {correct} and run again, or raise reward.max_invalid",
         )
 
@@ -293,7 +293,7 @@ def require_same(earlier: Version, rollouts: Version, config: Config) -> None:
         replaced = earlier.manifest.require_input("rewards").ref
         raise ConfigError(
             f"--retry {earlier.ref}",
-            f"a person replaced rewards of {replaced} in it: what is scored again belongs there",
+            f"it replaces rewards of {replaced}: score those again instead",
             next=f"--retry {replaced}, then override again",
         )
     before = _arithmetic(parse(Config, earlier.manifest.config, str(earlier.ref)))

@@ -1,12 +1,13 @@
 """reward: turn rollouts into rewards/1 by the functions, models and servers of a recipe. Null means
 "not scored", never 0.
 
-Prompts are found through the rollouts' manifest and joined by group_id. Functions run in worker
-processes (`pool`), models in this process (`models`), servers are asked over HTTP (`servers`). A
-row for which a scorer failed has no reward. If more rows fail than `max_invalid` allows, the stage
-ends with RewardError as soon as that is certain; finished shards are kept. `pinned` fills in the
-fingerprint of each scorer (of a function, the hash of its file), or raises if the config asks for
-another one. Fingerprints enter the run key, so an edited function scores anew.
+Prompts are found through the rollouts' manifest and joined by group_id. Functions run in
+processes of their own (`pool`), models in this process (`models`), and servers are asked over HTTP
+(`servers`). A row for which a scorer failed has no reward. If more rows fail than `max_invalid`
+allows, the stage ends with RewardError as soon as that is certain; finished shards are kept.
+`with_fingerprints` fills in the fingerprint of each scorer (of a function, the hash of its file),
+or raises if the config asks for another one. Fingerprints enter the run key, so an edited function
+scores anew.
 
     config = Config(functions=[{"use": "numeric"}, {"use": "mine.py:polite", "weight": 0.2}])
     ref = run_stage("reward", config, store, rollouts="arith/rollouts@3")
@@ -25,7 +26,7 @@ from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import Writer
 
-from .config import Config, pinned
+from .config import Config, with_fingerprints
 from .measures import summary
 from .models.scorer import ModelScorer, beginnings
 from .pool.pool import Pool
@@ -57,7 +58,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         if earlier.table(["reward"]).column("reward").null_count == 0:
             log.info("rewards: every row of %s has a reward, nothing to retry", earlier.ref)
             answer = earlier
-    config, models = pinned(config)
+    config, models = with_fingerprints(config)
     return Plan(
         store=store,
         stage="reward",
@@ -93,7 +94,7 @@ def check(config: Config, columns: Sequence[str], prompts: Version | None = None
     Args:
         prompts: If they exist already, reward models check them too.
     """
-    config, _ = pinned(config)
+    config, _ = with_fingerprints(config)
     with open_scorers(config, prompts=prompts) as scorers:
         for scorer in scorers:
             scorer.require(columns)
@@ -103,7 +104,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Score the rows that are not scored yet. Raises RewardError if more rows failed than
     `max_invalid` allows, ConfigError if a scorer is not the planned one."""
     config = plan.config
-    pinned(config, remembered=False)  # these hashes go into a new manifest
+    with_fingerprints(config, remembered=False)  # these hashes go into a new manifest
     writer = writers["rewards"]
     rollouts = plan.inputs["rollouts"]
     prompts = plan.inputs["prompts"]

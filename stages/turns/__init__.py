@@ -1,1 +1,1 @@
-"""Episodes of several turns: environments and tools in worker processes, tool calls, replay."""
+"""Episodes of several turns: environments and tools in their own processes, tool calls, replay."""

@@ -173,7 +173,7 @@ class _Branches:
             if prompt["images"] and is_rewritten:
                 raise SchemaError(
                     f"{self._name} {printable(row['rollout_id'])}",
-                    "its history was rewritten, and where its pictures stand in it is not known",
+                    "its history was rewritten, so the places of its pictures are not known",
                     next="name an earlier turn",
                 )
             played = [

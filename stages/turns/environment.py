@@ -13,7 +13,7 @@ fields, or the text alone):
             return Step(text=text, done=guess == self.number)
 
 The modules in `adapters` adapt other kinds (tools, gymnasium, OpenEnv) to the protocol
-`Environment`. All user code runs in worker processes. The `read_` functions check and normalize
+`Environment`. All user code runs in processes of its own. The `read_` functions check and normalize
 what it returns.
 """
 
@@ -74,7 +74,7 @@ class Step(NamedTuple):
     """Data kept beside the turn, as JSON of at most 10 kB."""
     images: list[Any] | None = None
     """Pictures of the message of `text`: PIL images, or the bytes of a PNG, JPEG or WebP. Outside
-    the workers they are base64."""
+    those processes they are base64."""
 
     def observation(self) -> list[Message]:
         """Return what the policy reads next, as messages."""
@@ -87,7 +87,7 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-    """One episode's environment, in a worker."""
+    """One episode's environment, in such a process."""
 
     def reset(self, row: Row, seed: int) -> list[Message]:
         """Begin the episode and return its opening messages, which may be empty."""
@@ -345,7 +345,7 @@ def _said(member: Any) -> str:
     """Return the text of an object that JSON cannot hold. Raises TypeError if it has none."""
     text = str(member)
     if " at 0x" in text:  # an address changes from run to run and says nothing
-        raise TypeError(f"a {type(member).__name__} is no text, and cannot be written as JSON")
+        raise TypeError(f"a {type(member).__name__} is not text, and cannot be written as JSON")
     return text
 
 

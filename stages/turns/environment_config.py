@@ -53,7 +53,7 @@ class EnvironmentConfig(Config):
     episode_seconds: Runtime[float] = Field(default=600.0, gt=0)
     """Time limit of all its answers in one episode; the policy's own time does not count."""
     processes: Runtime[int | None] = Field(default=None, ge=1)
-    """Worker processes, each with many environments. Default: one per core."""
+    """Processes, each with many environments. Default: one per core."""
     max_memory_gib: Runtime[float | None] = Field(default=None, gt=0)
     """Limit of a process's private memory. Default: its share of the machine's memory."""
     fingerprint: str = ""
@@ -64,7 +64,7 @@ class EnvironmentConfig(Config):
         if bool(self.environment) == bool(self.tools):
             raise ValueError("name an environment or tools, one of the two")
         if self.tools and self.arguments:
-            raise ValueError("arguments are an environment's; tools take none")
+            raise ValueError("arguments belong to an environment; tools take none")
         entries = ENVIRONMENTS if self.environment else TOOLS
         for source in self.sources:
             before, _, behind = source.partition(":")
@@ -73,8 +73,8 @@ class EnvironmentConfig(Config):
             if not behind or before == "python":
                 names = ", ".join(name if name == "python" else f"{name}:…" for name in entries)
                 raise ValueError(
-                    f"{printable(repr(source))} is no such name, expected file.py:name, "
-                    f"module:name, or one of {names}{did_you_mean(before, entries)}"
+                    f"{printable(repr(source))} is not known, expected file.py:name, module:name, "
+                    f"or one of {names}{did_you_mean(before, entries)}"
                 )
         return self
 

@@ -1,4 +1,4 @@
-"""A pool of worker processes with many environments each; a hang or crash fails one episode only.
+"""A pool of processes with many environments each; a hang or crash fails one episode only.
 
     with EnvironmentPool(config) as pool:
         key = pool.open({"prompt": "…", "answer": 7}, seed)
@@ -28,8 +28,8 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, field_validator
 
 from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, from_dict, printable
-from quiver.stages.core.run.workers import Ended, Killed, Late, Worker, share_of_memory
-from quiver.stages.turns import worker
+from quiver.stages.core.run.user_process import Ended, Killed, Late, UserProcess, share_of_memory
+from quiver.stages.turns import environment_process
 from quiver.stages.turns.environment import Row, Step, Turn
 from quiver.stages.turns.environment_config import EnvironmentConfig
 from quiver.stages.turns.tool_schemas import ToolSchema
@@ -57,7 +57,7 @@ class Reply(NamedTuple):
 
 
 class Loaded(BaseModel):
-    """A worker's answer to loading the environment's code."""
+    """A process's answer to loading the environment's code."""
 
     tools: list[ToolSchema]
     answers: bool
@@ -66,7 +66,7 @@ class Loaded(BaseModel):
 
 
 class _Answer(BaseModel):
-    """A worker's answer to any other request."""
+    """A process's answer to any other request."""
 
     step: Step | None
     error: str | None
@@ -94,15 +94,15 @@ class _Record:
     row: bytes
     """Columns of the row, pickled."""
     seed: int
-    process: _Process
+    slot: _Slot
     turns: list[Turn] = field(default_factory=list)
     """Turns that were answered."""
     steps: list[Step] = field(default_factory=list)
     """The opening, then the answer to each turn."""
     seconds: float = 0.0
     """Time spent in its environment so far."""
-    worker_number: int = 0
-    """Number of the worker, within its process, that holds the environment. 0: none does."""
+    process_number: int = 0
+    """Number, within its slot, of the process that has the environment. 0: none has."""
 
 
 class _Job(NamedTuple):
@@ -112,7 +112,7 @@ class _Job(NamedTuple):
 
 
 class EnvironmentPool:
-    """`config.processes` worker processes and their environments. Use it from one thread only."""
+    """The environments' processes, `config.processes` in number. Use it from one thread only."""
 
     def __init__(self, config: EnvironmentConfig) -> None:
         """Start the first process and load the environment's code.
@@ -127,14 +127,14 @@ class EnvironmentPool:
         self._replies = queue.SimpleQueue[Reply | QuiverError]()
         self._records: dict[int, _Record] = {}
         self._num_opened = 0
-        self._processes = [_Process(self) for _ in range(num_processes)]
+        self._slots = [_Slot(self) for _ in range(num_processes)]
         try:
-            self.loaded = self._processes[0].start()
+            self.loaded = self._slots[0].start()
         except BaseException:
             self.close()
             raise
-        for process in self._processes:
-            process.thread.start()
+        for slot in self._slots:
+            slot.thread.start()
 
     def __enter__(self) -> EnvironmentPool:
         return self
@@ -145,25 +145,25 @@ class EnvironmentPool:
     def open(self, row: Row, seed: int) -> int:
         """Begin an episode in the process with the fewest, and return its key."""
         self._num_opened += 1
-        counts = dict.fromkeys(self._processes, 0)
+        counts = dict.fromkeys(self._slots, 0)
         for record in self._records.values():
-            counts[record.process] += 1
-        process = min(counts, key=counts.get)
+            counts[record.slot] += 1
+        slot = min(counts, key=counts.get)
         pickled = pickle.dumps(row, pickle.HIGHEST_PROTOCOL)
-        record = _Record(self._num_opened, pickled, seed, process)
+        record = _Record(self._num_opened, pickled, seed, slot)
         self._records[record.key] = record
-        process.jobs.put(_Job(record, "open"))
+        slot.jobs.put(_Job(record, "open"))
         return record.key
 
     def step(self, key: int, turn: Turn) -> None:
         """Request an answer to a turn."""
         record = self._records[key]
-        record.process.jobs.put(_Job(record, "step", turn))
+        record.slot.jobs.put(_Job(record, "step", turn))
 
     def finish(self, key: int) -> None:
-        """Request the reward of the whole episode; the worker then closes the environment."""
+        """Request the reward of the whole episode; its process then closes the environment."""
         record = self._records[key]
-        record.process.jobs.put(_Job(record, "finish"))
+        record.slot.jobs.put(_Job(record, "finish"))
 
     def replies(self, wait: float | None = 0.0) -> list[Reply]:
         """Return the answers that arrived since the last call.
@@ -197,18 +197,18 @@ class EnvironmentPool:
 
     def close(self) -> None:
         """Kill all processes and those that they started."""
-        for process in self._processes:
-            process.close()
+        for slot in self._slots:
+            slot.close()
 
     def answered(self, reply: Reply | QuiverError) -> None:
         """Queue an answer or an error; called from the thread of a process."""
         self._replies.put(reply)
 
-    def new_worker(self) -> Worker:
-        """Start another worker process. Raises ResourceError."""
+    def new_process(self) -> UserProcess:
+        """Start another process. Raises ResourceError."""
         allowance = f"an environment's process may have {self._memory_bytes / 2**30:.3g} GiB, "
-        return Worker(
-            worker.__name__,
+        return UserProcess(
+            environment_process.__name__,
             self._memory_bytes,
             name="environment worker",
             allowance=allowance + "generate.turns.max_memory_gib",
@@ -216,24 +216,24 @@ class EnvironmentPool:
         )
 
 
-class _Process:
-    """One slot for a worker process, which is replaced when lost, and the thread that serves it."""
+class _Slot:
+    """A place for one process, which is replaced when lost, and the thread that serves it."""
 
     def __init__(self, pool: EnvironmentPool) -> None:
         self.jobs = queue.SimpleQueue[_Job | None]()
         self.thread = threading.Thread(target=self._serve, daemon=True, name="environments")
         self._pool = pool
-        self._worker: Worker | None = None
-        self._worker_number = 0
+        self._process: UserProcess | None = None
+        self._process_number = 0
         self._lock = threading.Lock()
         self._is_closing = False
 
     def start(self) -> Loaded:
-        """Start a worker, load the environment's code in it, and return its answer.
+        """Start a process, load the environment's code in it, and return its answer.
 
         Raises:
             ConfigError: The code cannot be loaded, or its fingerprint changed.
-            ResourceError: A signal ended the worker LOAD_ATTEMPTS times, or the pool is closed.
+            ResourceError: A signal ended the process LOAD_ATTEMPTS times, or the pool is closed.
         """
         config = self._pool.config
         name = f"generate.turns {printable(', '.join(config.sources))}"
@@ -248,14 +248,14 @@ class _Process:
             with self._lock:
                 if self._is_closing:
                     raise ResourceError(name, "its workers were closed", next="run again")
-                self._worker = self._pool.new_worker()
-            self._worker_number += 1
+                self._process = self._pool.new_process()
+            self._process_number += 1
             try:
-                loaded = self._worker.ask(request, LOAD_SECONDS, Loaded)
+                loaded = self._process.ask(request, LOAD_SECONDS, Loaded)
                 break
             except (Late, Ended) as error:
                 self._log_printed()
-                self._lose_worker()
+                self._lose_process()
                 how = f"took longer than {LOAD_SECONDS:g} s"
                 if isinstance(error, Ended):
                     how = f"ended its process {error}"
@@ -282,15 +282,15 @@ class _Process:
         return loaded
 
     def close(self) -> None:
-        """Kill the worker and join the thread."""
+        """Kill the process and join the thread."""
         with self._lock:
             self._is_closing = True
-            if self._worker is not None:
-                self._worker.kill()
+            if self._process is not None:
+                self._process.kill()
         self.jobs.put(None)
         if self.thread.is_alive():
             self.thread.join()
-        self._lose_worker()
+        self._lose_process()
 
     def _serve(self) -> None:
         while (job := self.jobs.get()) is not None and not self._is_closing:
@@ -304,8 +304,8 @@ class _Process:
     def _do(self, job: _Job) -> Reply:
         """Return the reply to a job; failures of the episode are part of it.
 
-        A worker can be killed for reasons other than its environments, so a job whose worker ended
-        is tried once more with another.
+        A process can be killed for reasons other than its environments, so a job whose process
+        ended is tried once more with another.
         """
         record = job.record
         config = self._pool.config
@@ -337,7 +337,7 @@ class _Process:
         if answer.error is not None:
             return Reply(record.key, Step(), seconds, "environment_error", answer.error)
         if job.verb == "open":
-            record.worker_number = self._worker_number
+            record.process_number = self._process_number
         if job.verb != "finish":
             record.steps.append(answer.step)
         if job.turn is not None:
@@ -345,13 +345,13 @@ class _Process:
         return Reply(record.key, answer.step, seconds)
 
     def _bring_back(self, record: _Record) -> None:
-        """Ensure that the current worker holds the record's environment; replay it if it was lost.
+        """Ensure that the current process has the record's environment; replay it if it was lost.
 
-        Raises _Again if the replay differs or fails, Ended if the worker ends.
+        Raises _Again if the replay differs or fails, Ended if the process ends.
         """
-        if self._worker is None:
+        if self._process is None:
             self.start()
-        if record.worker_number == self._worker_number:
+        if record.process_number == self._process_number:
             return
         jobs = [_Job(record, "open"), *(_Job(record, "step", turn) for turn in record.turns)]
         # steps are empty if the opening itself has not been answered yet
@@ -364,13 +364,13 @@ class _Process:
                 raise _Again(answer.error)
             if answer.step._replace(info=None) != expected._replace(info=None):
                 raise _Again(
-                    "it answered otherwise: the environment does not depend on seed, row and "
-                    "turns alone"
+                    "it answered differently: the environment depends on more than seed, row and "
+                    "turns"
                 )
-        record.worker_number = self._worker_number
+        record.process_number = self._process_number
 
     def _ask(self, record: _Record, job: _Job, seconds: float) -> _Answer:
-        """Ask the worker once. Raises Late or Ended, after which the worker is gone."""
+        """Ask the process once. Raises Late or Ended, after which the process is gone."""
         request: dict[str, Any] = {"key": record.key, "verb": job.verb}
         if job.verb == "open":
             request |= {"row": record.row, "seed": record.seed}
@@ -378,26 +378,26 @@ class _Process:
             calls = [tuple(call) for call in job.turn.calls]
             request["turn"] = {"text": job.turn.text, "calls": calls}
         try:
-            answer = self._worker.ask(request, seconds, _Answer)
+            answer = self._process.ask(request, seconds, _Answer)
             if (answer.step is None) == (answer.error is None):
                 raise Ended("after an answer that cannot be read")
             return answer
         except (Late, Ended):
             self._log_printed()
-            self._lose_worker()
+            self._lose_process()
             raise
         finally:
-            if self._worker is not None:
+            if self._process is not None:
                 self._log_printed()
 
-    def _lose_worker(self) -> None:
-        with self._lock:  # `close` may kill the worker from another thread
-            lost_worker = self._worker
-            self._worker = None
-        if lost_worker is not None:
-            lost_worker.end()
+    def _lose_process(self) -> None:
+        with self._lock:  # `close` may kill the process from another thread
+            lost_process = self._process
+            self._process = None
+        if lost_process is not None:
+            lost_process.end()
 
     def _log_printed(self) -> None:
-        for line in self._worker.printed().splitlines():
+        for line in self._process.printed().splitlines():
             if line.strip():
                 log.info("environment: %s", printable(line, 1000))

@@ -137,7 +137,7 @@ def calls_of(name: str, turn: Mapping[str, Any]) -> tuple[Call, ...]:
     except (ValueError, KeyError, TypeError) as error:
         raise SchemaError(
             f"rollout {printable(name)}",
-            f"tool_calls are no list of {{name, arguments}}: {printable(error)}",
+            f"tool_calls are not a list of {{name, arguments}}: {printable(error)}",
             next="look at the turns of that rollout",
         ) from None
 
@@ -204,8 +204,8 @@ def refuse_foreign_code(store: Store, rollouts: Version) -> None:
     if store.storage.is_foreign:
         raise SecurityError(
             str(rollouts.ref),
-            "its manifest names the code that would run, and the store is somebody else's",
-            next="copy the store, once you have read that code",
+            "its manifest names code that would run here, and the store belongs to another user",
+            next="read that code, then copy the store",
         )
 
 

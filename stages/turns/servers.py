@@ -12,7 +12,7 @@ turn has exactly one call, the action is the call's arguments instead. The polic
 the whole observation as JSON. The server must keep episodes apart by their id; a server that makes
 a new environment for each request cannot be used.
 
-Of an MCP server (`tools = ["mcp:python my_server.py"]`) each worker process starts one for all its
+Of an MCP server (`tools = ["mcp:python my_server.py"]`) each process starts one for all its
 environments, so a tool's answer must depend on its arguments alone. Needs the package mcp.
 """
 
@@ -123,7 +123,7 @@ def open_openenv(url: str, arguments: dict[str, Any]) -> Factory:
     """
     unknown = sorted(set(arguments) - {"action_key", "text_key"})
     if unknown or not url.startswith(("http://", "https://")):
-        problem = f"unknown argument {printable(unknown[0])}" if unknown else "is no URL"
+        problem = f"unknown argument {printable(unknown[0])}" if unknown else "is not a URL"
         raise ConfigError(
             f"generate.turns.environment openenv:{printable(url)}",
             f"{problem}; expected openenv:http://… with action_key and text_key as arguments",

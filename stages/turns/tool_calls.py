@@ -33,7 +33,7 @@ _CLOSE = "</tool_call>"
 _THOUGHT_START = "<think>"
 _THOUGHT_END = "</think>"
 _CALL_TAGS = (_OPEN, _CLOSE)
-_NO_CALLS = "thinking holds no calls, write it behind the thinking"
+_NO_CALLS = "write calls after the thinking, not in it"
 _TAG = re.compile("|".join(map(re.escape, (*_CALL_TAGS, _THOUGHT_END, PYTHON_TAG))))
 _STRING = r'"(?:[^"\\\n]|\\.)*+"'
 _TAG_OR_STRING = re.compile(rf"{_STRING}|\\.|{_TAG.pattern}")
@@ -112,7 +112,7 @@ def parse_hermes(text: str) -> ParsedTurn:
         # The prompt may have begun the thinking, or there is none: only the policy can tell.
         ahead = parse_hermes(text[: start - len(_THOUGHT_END)])
         if ahead.calls:
-            return ParsedTurn(ahead.text, (), f"a call stands before {_THOUGHT_END}: {_NO_CALLS}")
+            return ParsedTurn(ahead.text, (), f"a call comes before {_THOUGHT_END}: {_NO_CALLS}")
     return ParsedTurn(before, calls)
 
 
@@ -128,7 +128,7 @@ def _between_tags(text: str, tags: list[re.Match]) -> Iterator[str]:
             yield text[opened.end() : tag.start()].strip()
             opened = None
         else:
-            raise _Broken(f"{_CLOSE} stands without {_OPEN} before it")
+            raise _Broken(f"{_CLOSE} comes without {_OPEN} before it")
     if opened:
         raise _Broken(f"{_OPEN} is never closed")
 
@@ -192,7 +192,7 @@ def parse_python_tag(text: str) -> ParsedTurn:
         return ParsedTurn(text)
     code = _without_end(behind)
     if not code:
-        return ParsedTurn(before, (), f"there is no code behind {PYTHON_TAG}")
+        return ParsedTurn(before, (), f"there is no code after {PYTHON_TAG}")
     return ParsedTurn(before, (Call(PYTHON_TOOL, {"code": code}),))
 
 

@@ -113,11 +113,13 @@ class Trajectory(_Part):
                 why = (
                     "it is the last turn" if after is None else "the history is rewritten after it"
                 )
-                raise ValueError(f"turns.{number}.observation_ids: nobody reads them, {why}")
+                raise ValueError(
+                    f"turns.{number}.observation_ids: they are never read, because {why}"
+                )
         reason = turns[-1].finish_reason
         if reason is not None and self.finish_reason not in (None, reason):
             raise ValueError(
-                f"finish_reason {self.finish_reason} is not that of its last turn, {reason}"
+                f"finish_reason {self.finish_reason} differs from its last turn's, {reason}"
             )
         for number, turn in enumerate(turns[:-1]):
             if turn.finish_reason == "abort":
@@ -127,7 +129,7 @@ class Trajectory(_Part):
         earned = [turn.reward for turn in turns if turn.reward is not None]
         total = math.fsum(earned)
         if abs(total) > LARGEST:
-            raise ValueError(f"turns: their rewards add up to {total:g}, which no float32 holds")
+            raise ValueError(f"turns: their rewards add up to {total:g}, too large for a float32")
         is_told_twice = self.reward is not None and earned
         if is_told_twice and not math.isclose(total, self.reward, rel_tol=1e-4, abs_tol=1e-4):
             raise ValueError(
@@ -140,7 +142,7 @@ class Trajectory(_Part):
         reasons = [self.finish_reason, *(turn.finish_reason for turn in self.turns or ())]
         if "abort" in reasons and self.total_reward is not None:
             where = "reward" if self.reward is not None else "turns"
-            raise ValueError(f"{where}: what was given up (finish_reason abort) has no reward")
+            raise ValueError(f"{where}: a trajectory with finish_reason abort must have no reward")
         return self
 
     @property

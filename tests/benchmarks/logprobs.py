@@ -96,7 +96,7 @@ def _quiver(arguments: argparse.Namespace) -> None:
     )
     np.save(arguments.work / "quiver.npy", np.concatenate(made.table()["logprobs"].to_pylist()))
     tokens = sum(map(len, prompts)) + sum(map(len, completions))
-    answer(tokens_per_second=tokens / made.manifest.seconds["score"])
+    answer(tokens_per_second=tokens / made.manifest.seconds["pass"])
 
 
 def _trl(arguments: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from quiver.schemas import fields, prompts, rewards, rollouts
 from quiver.stages.core.config import Config
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
-from quiver.stages.model.checkpoints import PolicyConfig, as_model
+from quiver.stages.model.checkpoints import PolicyConfig, model_entry
 from quiver.stages.prompt.stage import Config as PromptConfig
 from tests.writing import begin, run_here
 
@@ -115,7 +115,7 @@ def make_rollouts(
     table = rollouts_table(count, prompt, completion, group, ragged=ragged)
     inputs = {"prompts": asked} if asked else {}
     return write_version(
-        store, "rollouts", "generate", table, inputs, (as_model("policy", policy),)
+        store, "rollouts", "generate", table, inputs, (model_entry("policy", policy),)
     )
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quiver.stages.core.run.holding import ENVIRONMENT
+from quiver.stages.core.run.stage_process import ENVIRONMENT
 
 from .made import random_policy, real_policy
 from .side_by_side import answer, machine, median, run_side, table
@@ -291,7 +291,7 @@ def _quiver(arguments: argparse.Namespace) -> None:
         device=accelerator.device,
     )
     trainer = Trainer(config, model, batch, algorithms.resolve("grpo"), accelerator)
-    batch.old_logprobs.copy_(trainer.score(range(total)))
+    batch.old_logprobs.copy_(trainer.compute_logprobs(range(total)))
     trainer.train()
     updates = trainer.updates
     seconds = float(np.median([row["seconds"] for row in updates[1:]]))

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from quiver.stages.core.run.holding import ENVIRONMENT, allocator_environment
+from quiver.stages.core.run.stage_process import ENVIRONMENT, allocator_environment
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".peers"

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from quiver.schemas import rollouts as rollouts_kind
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 
 from .made import RUN, make_prompts, rollouts_table, tiny_policy, write_version
 from .side_by_side import answer, machine, make_parser, median, table, take_turns
@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> None:
     rows = rollouts_table(count, PROMPT, READ, GROUP)
     if arguments.side == "turns":
         rows = with_turns(rows)
-    models = (as_model("policy", policy),)
+    models = (model_entry("policy", policy),)
     rollouts = write_version(store, "rollouts", "generate", rows, {"prompts": prompts}, models)
     calls: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "reward": (

@@ -1,5 +1,5 @@
 """An iteration of the demo with and without processes that import ahead of time what their stage
-needs (`stages/core/run/holding.py`).
+needs (`stages/core/run/stage_process.py`).
 
     python -m tests.benchmarks.warm_imports
 
@@ -40,7 +40,7 @@ ITERATIONS = 3
 _COMMAND = (
     "from quiver.flows import dispatch\n{replace}from quiver.flows.cli.main import main\nmain()"
 )
-_REPLACE = {"with": "", "without": "dispatch.hold = lambda *_: None\n"}
+_REPLACE = {"with": "", "without": "dispatch.start_ahead = lambda *_: None\n"}
 
 
 def main() -> None:

@@ -354,7 +354,7 @@ def test_serve_says_as_json_what_it_serves(place, client):
         told = json.loads(serving.stdout.readline())
         serving.terminate()
         rest, _ = serving.communicate(timeout=60)
-    none = {"cron": None, "timezone": "UTC", "each": "what is not done yet", "flow_run": None}
+    none = {"cron": None, "timezone": "UTC", "each": "the rest of the recipe", "flow_run": None}
     assert told == {"api": place.url, "deployment": "post-train/served", **none}
     assert (serving.returncode, rest) == (143, "")
     assert found(client, "served").name == "served"
@@ -404,7 +404,7 @@ def test_who_can_reach_a_port_is_read_from_the_system(address):
 def test_a_server_of_ones_own_does_not_push_another_aside():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match="is taken") as error, own_server(port):
+        with pytest.raises(ConfigError, match="is in use") as error, own_server(port):
             pass
         assert f"export PREFECT_API_URL=http://127.0.0.1:{port}/api" in error.value.next
 
@@ -626,5 +626,5 @@ def test_a_server_that_does_not_take_it_costs_a_warning(alone):
     assert (tagging.returncode, said) == (0, "tiny/policy@prod is tiny/policy@0\n")
     (line,) = told.splitlines()
     assert line.startswith(
-        "tiny/policy@prod: Prefect's server was not told of it, so no deployment starts by it ("
+        "tiny/policy@prod: its event did not reach Prefect's server, so it starts no deployment ("
     )

@@ -123,7 +123,7 @@ def test_a_container_sees_what_is_mounted_under_the_same_path(folder):
     check_visible(paths, (str(folder.parent),), "a pool")
     check_visible({"store": Path("/srv/quiver/store")}, (), "a pool")
     for private in (folder / "store", Path.home() / "store", Path("/home/somebody/store")):
-        with pytest.raises(ConfigError, match="does not see"):
+        with pytest.raises(ConfigError, match="cannot see"):
             check_visible({"store": private}, ("/mnt/elsewhere",), "a pool")
 
 

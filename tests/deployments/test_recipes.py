@@ -136,9 +136,9 @@ def test_what_is_wrong_with_turns_is_told_before_anything_runs(tmp_path, monkeyp
             "optimize.credit turn: needs the rewards of turns"
         ),
         "generate.turns={tools=['quiver.deployments.recipes.calculator:calculate']}": (
-            "takes what an environment pays, and generate.turns.tools pay nothing"
+            "takes the rewards of an environment, and generate.turns.tools give none"
         ),
-        "generate.turns=null": "takes what an environment pays, and there is no",
+        "generate.turns=null": "takes the rewards of an environment, and there is no",
     }.items():
         with pytest.raises(ConfigError, match=why):
             preflight(load(RECIPE, [*SMALL, store, setting]))

@@ -257,7 +257,7 @@ FIELDS = {"code", "object", "message", "next"}
     [
         ({"format": "1"}, "body.format: Input should be 1"),
         ({"rows": []}, "body.rows: "),
-        ({"rows": [{"id": "a", "prompt": "?", "completion": "7"}] * 2}, "an id stands twice"),
+        ({"rows": [{"id": "a", "prompt": "?", "completion": "7"}] * 2}, "an id occurs twice"),
         ({"rows": [{"id": 1, "prompt": "?", "completion": "7"}]}, "body.rows.0.id: "),
         (
             {

@@ -58,7 +58,7 @@ PLACES = {
     "lease.taken": ("after", "link", r"\.leases/[^/]+/0*1"),
     "lease.renewed": ("after", "replace", r"\.leases/[^/]+/\d+"),
     # a worker's answer is there, in no shard; a stage is done, and its flow does not know yet
-    "worker.answered": ("after", "quiver.stages.core.run.workers.Worker.ask", ""),
+    "worker.answered": ("after", "quiver.stages.core.run.user_process.UserProcess.ask", ""),
     "flow.answered": ("after", "quiver.stages.core.run.runner.ask", ""),
 }
 """When, at which call of the seam or function, and a pattern of the end of the path."""

@@ -30,7 +30,7 @@ from quiver.schemas.manifest import FileEntry, content_hash
 from quiver.schemas.refs import parse
 from quiver.stages.core.files import sha256_of
 from quiver.stages.core.run.call import Call
-from quiver.stages.core.run.runner import find, plan_of, run_stage
+from quiver.stages.core.run.runner import find_outcome, plan_of, run_stage
 from quiver.stages.core.store import Store, arrow_check, leases
 from quiver.stages.core.store.arrow_check import ArrowCheck
 from quiver.stages.core.store.leases import Owner
@@ -38,7 +38,7 @@ from quiver.stages.core.store.retention import remove
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.checks import check_lineage
 from quiver.stages.optimize.config import Config
-from quiver.stages.optimize.inputs import Sampled
+from quiver.stages.optimize.inputs import RolloutSet
 from tests import finished
 from tests.faults.broken import (
     DEPTHS,
@@ -109,7 +109,7 @@ SAMPLED = {"policy": "golden/policy@2", "prox": "golden/logprobs@2", **SCORED}
 def follow_lineage(store: Path) -> None:
     config = Config(max_staleness=9, allow_biased_sampling=True)
     versions = {role: Store(store).version(parse(ref)) for role, ref in SAMPLED.items()}
-    check_lineage(config, Store(store), Sampled(versions))
+    check_lineage(config, Store(store), RolloutSet(versions))
 
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -150,7 +150,7 @@ def readers_of(store: Path, ref: str, random: Random) -> dict[str, Callable[[], 
         "diff": lambda: commands.diff(first, second, path),
         "report": lambda: commands.report(run if run != "held" else "golden", store=path),
         "plan": lambda: plan_of(call.on(store)),
-        "find": lambda: find(call.on(store)),
+        "find": lambda: find_outcome(call.on(store)),
         "open": lambda: Store(store).open(f"{run}/{kind}@latest").files.names,
         "verify": lambda: verify(store, ref),
     } | {

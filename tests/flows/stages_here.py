@@ -21,7 +21,7 @@ class Stages:
                 raise KeyboardInterrupt
             self.calls -= 1
             self.num_made += 1
-            return runner.perform(call)
+            return runner.find_or_make(call)
 
     def of(self, recipe):
         """A block in which these stages are the recipe's."""

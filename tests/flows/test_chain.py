@@ -187,7 +187,7 @@ def test_replay_by_hand(store, plain):
     assert by_hand("optimize", stale, rewards=rewards[::-1]).ref == trained
     with pytest.raises(ConfigError, match="is given twice"):
         by_hand("optimize", stale, rollouts=[first["rollouts"]] * 2)
-    with pytest.raises(ConfigError, match="quiver reward takes one, got 2"):
+    with pytest.raises(ConfigError, match="quiver reward takes one version, got 2"):
         by_hand("reward", rollouts=rollouts)
 
 
@@ -209,6 +209,7 @@ def test_a_retry_scores_what_has_no_reward(store, plain):
 def test_a_run_that_another_recipe_began_is_told_with_the_keys_that_differ(plain, caplog):
     finished(load("recipe.toml", ["seed=8"]).resolved())
     problem = (
-        "run tiny has tiny/prompts@1, which this recipe does not ask for: seed was 7 and is 8."
+        "run tiny has tiny/prompts@1, made with other settings than this recipe's: seed was 7 and "
+        "is 8."
     )
     assert problem in caplog.text

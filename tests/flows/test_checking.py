@@ -228,8 +228,8 @@ def test_a_function_that_makes_the_base_model_is_called_when_it_is_asked_for(fol
     looked = check(made)
     assert looked.answer["prompts"] == {}
     assert looked.answer["warnings"] == [
-        "prompts are not looked at: policy.model is a function, which the first run calls to make "
-        "the base model; --show and --try call it, too"
+        "prompts are not checked: policy.model is a function that the first run calls to make "
+        "the base model; --show and --try also call it"
     ]
     assert not Path("called").exists()
     assert check(made, is_shown=True).answer["first_prompt"]["tokens"] == 19
@@ -276,8 +276,8 @@ def test_a_first_iteration_of_another_recipe_is_told_with_the_keys_that_differ(f
     same = check(*here).answer
     assert (same["finished"], same["warnings"]) == (finished, [])
     beside = (
-        "The run makes versions of its own beside it; to keep them apart, give the run another "
-        "name: --set run=NAME"
+        "The run adds its own versions to these; to keep them apart, give the run another name: "
+        "--set run=NAME"
     )
     heavy = "reward.functions=[{use='rewards.py:evenness', weight=2, timeout_seconds=9}]"
     for ref, changes, *settings in (
@@ -290,7 +290,9 @@ def test_a_first_iteration_of_another_recipe_is_told_with_the_keys_that_differ(f
         ("tiny/prompts@1", "system was not set and is Be short.", "prompt.system='Be short.'"),
         ("tiny/rewards@1", "functions.0.weight was 1.0 and is 2.0", heavy),
     ):
-        told = f"run tiny has {ref}, which this recipe does not ask for: {changes}. {beside}"
+        told = (
+            f"run tiny has {ref}, made with other settings than this recipe's: {changes}. {beside}"
+        )
         assert check(*here, *settings).answer["warnings"] == [told]
     assert check(*here, "run='fresh'", "seed=8").answer["warnings"] == []
 
@@ -310,7 +312,9 @@ def test_a_key_that_the_first_iteration_had_and_the_recipe_has_not_is_told(folde
         "template_arguments.a was 1 and is not set, curriculum.low was 0.2 and is not set, "
         "curriculum.high was 0.8 and is not set"
     )
-    assert f"tiny/prompts@1, which this recipe does not ask for: {changes}. The run" in told
+    assert (
+        f"tiny/prompts@1, made with other settings than this recipe's: {changes}. The run" in told
+    )
 
 
 def test_another_base_model_is_refused_as_the_run_refuses_it(folder):
@@ -416,7 +420,7 @@ def test_an_answer_that_a_shipped_function_cannot_read_is_an_error(folder):
     assert caught.value.object == "bad.csv row 3"
     assert caught.value.message == (
         "column answer: the reward function numeric cannot read it: ValueError: the answer 'NaN' "
-        "holds no number; that is so of 2 of the first 5 rows of data"
+        "holds no number; this affects 2 of the first 5 rows of data"
     )
     with pytest.raises(ConfigError, match="row 3: column answer"):
         check(*settings, "data.limit=3", "iterations=9")
@@ -518,8 +522,8 @@ def test_held_out_rows_that_are_training_rows_are_counted(folder):
     rows = [{"question": f"What is {n} plus 5?", "source": "elsewhere"} for n in (6, 7, 8, 9)]
     write_rows([{"answer": 99, **row} for row in rows], "held_out.jsonl")
     assert check().answer["warnings"] == [
-        "2 of the 4 rows of data.held_out ask the same as rows of data, but for case and "
-        "spacing: an evaluation does not tell what is learned from what is known by heart"
+        "2 of the 4 rows of data.held_out ask the same as rows of data, apart from case and "
+        "spacing: an evaluation cannot tell learning from memorizing"
     ]
 
 
@@ -592,17 +596,16 @@ WARNINGS = {
         "data.held_out.limit is 5, and the source has 4 rows: all of them are asked each time"
     ),
     "optimize.minibatches=5": (
-        "optimize.minibatches is 5, and an iteration has 4 prompts, of which each step takes "
-        "one at least: there are no more steps than prompts"
+        "optimize.minibatches is 5, and an iteration has 4 prompts: each step takes at least one, "
+        "so there are no more steps than prompts"
     ),
     "optimize.warmup_steps=2": (
-        "optimize.warmup_steps is 2, and the run has 2 steps: the learning rate never comes to "
-        "0.001"
+        "optimize.warmup_steps is 2, and the run has 2 steps: the learning rate never reaches 0.001"
     ),
     "optimize.learning_rate=0.01": (
-        "optimize.learning_rate is 0.01: AdamW moves each weight by about so much a step, "
-        "which unlearns all that a policy knew; 1e-6 to 1e-5 are usual, with optimize.lora "
-        "1e-5 to 1e-4"
+        "optimize.learning_rate is 0.01: AdamW moves each weight by about that much per step, "
+        "which makes a policy forget all it knew; 1e-6 to 1e-5 are usual, with optimize.lora 1e-5 "
+        "to 1e-4"
     ),
     "optimize.schedule=linear optimize.total_steps=1": (
         "optimize.total_steps is 1, and the run has 2 steps: iterations that begin after it "
@@ -612,17 +615,18 @@ WARNINGS = {
         "every part of the reward has weight 0: nothing is learned"
     ),
     "reward.overlong={max_tokens=16,cache=10}": (
-        "reward.overlong begins behind 6 tokens, and a completion has at most 6: it is never paid"
+        "reward.overlong begins after 6 tokens, but a completion has at most 6: the penalty is "
+        "never applied"
     ),
     "data.held_out=null evaluate.every=1": (
-        "evaluate.every is set, and without data.held_out nothing is measured: set data.held_out"
+        "evaluate.every is set, but without data.held_out nothing is measured: set data.held_out"
     ),
     "evaluate.every=3": (
         "evaluate.every is 3, and the run has 2 iterations: it is measured before the first and "
         "after the last"
     ),
     "data.raw_text=true prompt.template=chat.jinja": (
-        "prompt.template is not used: the rows are no chats"
+        "prompt.template is not used: the rows are not chats"
     ),
     "data.limit=8": None,
     "optimize.minibatches=4": None,
@@ -651,7 +655,7 @@ def test_a_system_prompt_that_chats_do_not_show_is_counted(folder):
     write_rows([{"question": chat, "answer": 1} for chat in (own, plain, own)])
     settings = ["data.held_out=null", "data.limit=null", "prompt.system='Be short.'"]
     assert check(*settings).answer["warnings"] == [
-        "prompt.system is not shown in 2 of the first 3 prompts of data: they are no chats, or "
+        "prompt.system is not shown in 2 of the first 3 prompts of data: they are not chats, or "
         "begin with a system message of their own"
     ]
 
@@ -667,6 +671,6 @@ def test_empty_cells_of_a_column_that_the_reward_reads_are_counted(folder):
 def test_rows_that_stand_there_many_times_are_told(folder):
     write_rows([{"question": f"{n % 4}?", "answer": 1} for n in range(8)])
     assert check("data.held_out=null").answer["warnings"] == [
-        "the 8 rows of data ask 4 different things: keep each once, and set "
-        "generate.samples_per_prompt to how often it is to be answered"
+        "the 8 rows of data ask 4 different questions: keep each once, and set "
+        "generate.samples_per_prompt to the number of answers to each"
     ]

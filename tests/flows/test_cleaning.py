@@ -225,7 +225,7 @@ def test_what_goes_wrong_with_cleaning_is_a_warning(tmp_path, caplog):
         assert "retention" in caplog.messages[-1] and "E-CORRUPT a tag prod" in caplog.messages[-1]
         shutil.rmtree(path)
         clean_up(path, "a", rules)
-    assert "E-CONFIG" in caplog.messages[-1] and "the run goes on" in caplog.messages[-1]
+    assert "E-CONFIG" in caplog.messages[-1] and "the run continues" in caplog.messages[-1]
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 

@@ -167,9 +167,9 @@ def test_the_command_line_ends_with_7_if_a_stage_does_not_fit(tmp_path):
     [
         ("h10", "expected one of a10, a100", "name --gpu h100"),
         ("cpu", "expected one of a10, a100", "name a GPU of the list"),
-        ("h100:0", "number of GPUs", "name --gpu h100:8, say"),
-        ("h100:1025", "number of GPUs", "name --gpu h100:8, say"),
-        ("h100:\N{FULLWIDTH DIGIT ONE}", "number of GPUs", "name --gpu h100:8, say"),
+        ("h100:0", "number of GPUs", "write it like --gpu h100:8"),
+        ("h100:1025", "number of GPUs", "write it like --gpu h100:8"),
+        ("h100:\N{FULLWIDTH DIGIT ONE}", "number of GPUs", "write it like --gpu h100:8"),
     ],
 )
 def test_a_machine_that_is_not_known_is_refused(text, message, advice):
@@ -254,7 +254,7 @@ def test_devices_are_those_that_whole_engines_and_shards_use(
     )
     assert need.devices == devices
     every = estimate("h100:4", placement={"devices": "all"})  # 1,024 rollouts, 256 in a shard
-    assert every.scoring(LogprobsConfig(role="ref")).devices == 4
+    assert every.logprobs(LogprobsConfig(role="ref")).devices == 4
 
 
 def test_a_reward_model_takes_as_many_gpus_as_it_is_split_over(tmp_path):

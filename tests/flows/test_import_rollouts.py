@@ -257,11 +257,11 @@ def test_lines_that_say_no_temperature_have_that_of_the_import(
         ({"turns": [{**TURNS[0], "observation_ids": [999]}, TURNS[1]]}, "turns.0.observation_ids holds 999"),
         ({"turns": [{**TURNS[0], "reward": 1.0}, TURNS[1]], "reward": 2.0}, "add up to 1"),
         ({"turns": [{**TURNS[0], "reward": 3e38}, {**TURNS[1], "reward": 3e38}]}, "add up to 6e+38"),
-        ({"turns": [TURNS[0], {**TURNS[1], "finish_reason": "abort", "reward": 1.0}]}, "has no reward"),
+        ({"turns": [TURNS[0], {**TURNS[1], "finish_reason": "abort", "reward": 1.0}]}, "must have no reward"),
         ({"turns": [TURNS[0], {**TURNS[1], "finish_reason": "stop"}], "finish_reason": "length"}, "finish_reason length"),
         ({"turns": [{**TURNS[0], "tool_calls": [{"arguments": {}}]}, TURNS[1]]}, "turns.0.tool_calls.0: the call lacks"),
-        ({"finish_reason": "abort", "reward": 1.0}, "reward: what was given up (finish_reason abort) has no reward"),
-        ({"turns": [TURNS[0], {**TURNS[1], "reward": 1.0}], "finish_reason": "abort"}, "has no reward"),
+        ({"finish_reason": "abort", "reward": 1.0}, "reward: a trajectory with finish_reason abort must have no reward"),
+        ({"turns": [TURNS[0], {**TURNS[1], "reward": 1.0}], "finish_reason": "abort"}, "must have no reward"),
         ({"turns": [{**TURNS[0], "finish_reason": "abort"}, TURNS[1]]}, "turns.0.finish_reason: abort ends an episode"),
     ],
 )  # fmt: skip
@@ -291,7 +291,7 @@ def test_a_bad_line_is_named_with_its_field_and_nothing_is_written(workplace, ch
         (None, {}, "there is no file"),
         ("GOOD\n", {"settings": ["sampling.top_q=1"]}, "unknown key sampling.top_q"),
         ("GOOD\n", {"settings": ["sampling.max_tokens=2"]}, "sampling.max_tokens is 2"),
-        ("GOOD\n", {"prompts": "tiny/policy@0"}, "is no version of prompts"),
+        ("GOOD\n", {"prompts": "tiny/policy@0"}, "is not a version of prompts"),
     ],
 )
 def test_what_is_wrong_as_a_whole_is_said(workplace, text, options, words):

@@ -184,7 +184,7 @@ def test_tokens_have_their_ratio_to_the_model_that_scored_again(golden):
 
 
 def test_what_comes_of_no_rollouts_is_refused(golden):
-    with pytest.raises(LineageError, match="no rollouts are behind it"):
+    with pytest.raises(LineageError, match="it was not made from rollouts"):
         open_joined(golden, "golden/policy@0")
 
 
@@ -239,5 +239,7 @@ def test_rollouts_that_are_none_are_refused(golden, tmp_path):
     inputs = [entry.model_copy(update={"role": "rollouts"}) for entry in version.manifest.inputs]
     manifest = version.manifest.model_copy(update={"inputs": tuple(inputs[1:])})
     version.files.path("manifest.json").write_bytes(manifest.to_json())
-    with pytest.raises(LineageError, match="its rollouts are golden/prompts@1"):
+    with pytest.raises(
+        LineageError, match="its rollouts must be a version of rollouts, found golden/prompts@1"
+    ):
         open_joined(store, "golden/rewards@1")

@@ -14,7 +14,7 @@ from quiver.flows import keys
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.config import Config, keys_of
-from quiver.stages.evaluate.config import Config as ScoreConfig
+from quiver.stages.evaluate.config import Config as EvaluateConfig
 from quiver.stages.generate.engine import ENGINES
 from quiver.stages.generate.options import Sampling
 from quiver.stages.generate.stage import Config as GenerateConfig
@@ -49,7 +49,7 @@ BASES: dict[str, Config] = {
     "optimize.correction": Correction(),
     "optimize.lora": Lora(),
     "optimize.audit": Audit(),
-    "evaluate": ScoreConfig(),
+    "evaluate": EvaluateConfig(),
 }
 """A config of each section that feeds a stage."""
 WITHIN = {
@@ -172,7 +172,7 @@ def test_a_misspelt_key_is_told_the_right_one(recipe):
 def test_a_key_at_the_wrong_level_is_told_its_place(recipe):
     leaves = {name.rpartition(".")[2] for name in ENTRIES if "generate.options" not in name}
     for level in ("", "promotion."):
-        for leaf in sorted(leaves - {"iteration"}):
+        for leaf in sorted(leaves):
             if level + leaf in {*ENTRIES, *SECTIONS}:
                 continue
             error = refused(recipe, f"{level}{leaf}=1")

@@ -108,7 +108,7 @@ def test_a_rank_that_is_killed_ends_the_other_and_the_next_launch_goes_on(folder
 
     running = start(folder, "optimize", **settings)
     stdout, stderr = running.communicate(timeout=240)
-    assert running.returncode == 0 and "the training goes on after step" in stderr, stderr
+    assert running.returncode == 0 and "the training continues after step" in stderr, stderr
     assert json.loads(stdout)["ref"] == "tiny/policy@1"
     assert not list(store.path.glob("tiny/policy/.work/*"))
     check_as_one_process(store)
@@ -118,7 +118,7 @@ def test_ranks_of_another_command_are_refused(folder):
     running = start(folder, "reward")
     stderr = running.communicate(timeout=120)[1]
     assert running.returncode == 1
-    assert "E-CONFIG command line: a launcher's ranks share the work of `quiver optimize`" in stderr
+    assert "E-CONFIG command line: only `quiver optimize` shares its work among" in stderr
     assert Store(folder / "store").numbers("tiny", "rewards") == [1]
 
 

@@ -10,7 +10,7 @@ from quiver.flows.cli import versions
 from quiver.flows.cli.shared import to_json
 from quiver.flows.look.lineage import lineage, parents_of
 from quiver.schemas.errors import LineageError
-from quiver.schemas.manifest import Input, Model
+from quiver.schemas.manifest import Input, ModelEntry
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.retention import remove
 from tests.benchmarks.made import (
@@ -29,7 +29,7 @@ def store(tmp_path) -> Store:
     store = Store(tmp_path / "store")
     tiny_policy(store)
     asked = make_prompts(store, 2)
-    models = (Model(role="reward:helpful", ref="somebody/reward-model"),)
+    models = (ModelEntry(role="reward:helpful", ref="somebody/reward-model"),)
     table = rollouts_table(4, 8, 8, 2)
     make_rewards(
         store, write_version(store, "rollouts", "generate", table, {"prompts": asked}, models)

@@ -127,8 +127,8 @@ def test_a_run_shows_its_stages_and_ctrl_c_leaves_the_terminal_as_it_was(workpla
     assert terminal.end() == 130
     assert 1 == terminal.written.count(HIDDEN) == terminal.written.count(SHOWN)
     end = terminal.text.rpartition("stopped; ")[2]
-    assert end.startswith("3 new versions and the finished shards of what was under way are kept")
-    assert "go on from there: quiver run recipe.toml --set " in end
+    assert end.startswith("3 new versions and the finished shards of unfinished versions are kept")
+    assert "to continue: quiver run recipe.toml --set " in end
     assert left_behind(workplace) == []
 
 

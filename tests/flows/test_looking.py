@@ -91,7 +91,7 @@ def test_show_tells_steps_and_rows_whose_rollouts_are_gone(store, tmp_path, caps
     shown = capsys.readouterr().out
     (loss, _) = Store(store).open("golden/updates@2").table()["loss"].to_pylist()
     assert f"{loss:.4g}" in shown and "1 of 4: " in shown
-    assert "its rollouts are not there: no rollouts are behind it\n{'rollout_id': " in shown
+    assert "its rollouts are missing: it was not made from rollouts\n{'rollout_id': " in shown
 
 
 def test_show_prints_the_manifest_where_it_is_asked_for(store, capsys):
@@ -111,8 +111,8 @@ def test_the_report_of_a_policys_line_lies_beside_that_of_the_run(store, tmp_pat
     assert "golden/policy@0 to golden/policy@2." in of_run.read_text()
     assert "golden/policy@0 to golden/policy@1." in of_policy.read_text()
     assert "Not shown" not in of_run.read_text()
-    assert "Not shown: golden/policy@2, which" in of_policy.read_text()
-    with pytest.raises(ConfigError, match="a report is of a run or of the line of a policy"):
+    assert "Not shown: golden/policy@2, where" in of_policy.read_text()
+    with pytest.raises(ConfigError, match="a report shows a run or the line of a policy"):
         versions.report("golden/rewards@1", None, None, str(tmp_path / "store"))
 
 

@@ -149,7 +149,7 @@ def test_the_table_of_nights_is_on_prefects_pages(nights, server):
     assert [line.split(" | ")[4] for line in shown] == ["rejected", "promoted", "began"]
 
 
-LEFT_OUT = "a night leaves overlap and evaluate.every out"
+LEFT_OUT = "a night ignores overlap and evaluate.every"
 
 
 def test_a_better_policy_that_moved_too_far_is_rejected_with_the_reason(
@@ -160,7 +160,7 @@ def test_a_better_policy_that_moved_too_far_is_rejected_with_the_reason(
     assert done["bound"] >= 0.02, "by the score it would have been promoted"
     (watch,) = done["watch"]
     assert re.fullmatch(r"approx. KL \S+ nats a token \(promotion.max_kl 0\)", watch)
-    why = f"better, and not promoted, since it moved far from the policy in use: {watch}; score +"
+    why = f"better, but not promoted, because it moved far from the policy in use: {watch}; score +"
     assert done["why"].startswith(why)
     assert store.history("tiny", "far")[-1].why == done["why"]
     assert states(server)["tiny · nightly one"] == ("Rejected", done["why"])
@@ -303,7 +303,7 @@ def test_what_can_not_work_is_refused_before_anything_is_made(store, monkeypatch
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
     with (
         temporary_settings(restore_defaults={PREFECT_API_URL}),
-        pytest.raises(ConfigError, match="needs a Prefect server") as caught,
+        pytest.raises(ConfigError, match="needs a permanent Prefect server") as caught,
     ):
         shell_nightly(Path("recipe.toml"), settings=["promotion.approval=true"])
     assert caught.value.object == "promotion.approval"

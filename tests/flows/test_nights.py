@@ -9,7 +9,7 @@ from quiver.stages.core.store.tags import Entry
 from quiver.stages.evaluate.stage import Config
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, tiny_policy
 from tests.benchmarks.made import write_version as write
-from tests.flows.test_report import CONFIG, Page, as_model, evaluate, optimize
+from tests.flows.test_report import CONFIG, Page, evaluate, model_entry, optimize
 
 DIFFERENCE = {"score": 0.05, "stderr": 0.02, "n": 400}
 NUMBERS = {"by": "score", "difference": DIFFERENCE, "bound": 0.0171}
@@ -86,7 +86,7 @@ def spent(store):
     are those of the night."""
 
     def measured(policy, asked, baseline=None):
-        models = (as_model("policy", policy),)
+        models = (model_entry("policy", policy),)
         table = rollouts_table(8, 8, 8, 2)
         rolled = write(store, "rollouts", "generate", table, {"prompts": asked}, models)
         paid = make_rewards(store, rolled)

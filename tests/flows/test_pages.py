@@ -18,7 +18,7 @@ from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
 from quiver.flows import progress as progress_module
-from quiver.flows.look.pages import Curve, link_report, publish, text
+from quiver.flows.look.pages import Curve, link_report, show_version, text
 from quiver.flows.look.pages.events import EVENT
 from quiver.flows.progress import progress
 from quiver.stages.core.run.runner import Call, Outcome
@@ -37,7 +37,7 @@ def without_heartbeat(api):
 
 @task
 def finish(call: Call, outcome: Outcome) -> None:
-    publish(call, outcome)
+    show_version(call, outcome)
 
 
 @flow

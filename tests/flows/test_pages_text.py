@@ -417,7 +417,7 @@ def test_what_can_not_be_shown_is_said_once_and_stops_nothing(caplog):
     (record,) = caplog.records
     assert (
         record.getMessage()
-        == "not on Prefect's pages: a page (Unheard: no\\nanswer); the run goes on"
+        == "not on Prefect's pages: a page (Unheard: no\\nanswer); the run continues"
     )
 
 
@@ -569,7 +569,7 @@ def test_what_could_not_be_told_is_told_the_next_time(tracked, caplog):
     Path("logs").write_text("in the way")
     with caplog.at_level("WARNING", logger="quiver"):
         track_evaluation(tracked.optimize, tracked.store, REF)
-    assert "evaluations@1 is not in tensorboard: optimize.trackers tensorboard" in caplog.text
+    assert "evaluations@1 was not sent to tensorboard: optimize.trackers tensorboard" in caplog.text
     Path("logs").unlink()
     track_evaluation(tracked.optimize, tracked.store, REF)
     assert len(scores()) == 1

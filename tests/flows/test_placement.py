@@ -59,11 +59,12 @@ def test_each_stage_has_its_place(recipe):
     ).placement  # fmt: skip
     everywhere = {"workers": 4, "wait_seconds": 5, "slots": 1, "devices": 2}
     assert where_of(placement, "generate", online=True) == Where(
-        pool="gpus", python="/v/bin/python", online=True, hold=True, **everywhere
+        pool="gpus", python="/v/bin/python", online=True, resident_engine=True, **everywhere
     )
     assert where_of(placement, "optimize") == Where(
-        timeout_seconds=60, limit="training", **everywhere
+        timeout_seconds=60, concurrency_limit="training", **everywhere
     )
+    assert not where_of(recipe().placement, "generate").resident_engine
 
 
 def test_ranks_of_a_launcher_stay_in_no_pool(recipe, monkeypatch):
@@ -75,12 +76,12 @@ def test_ranks_of_a_launcher_stay_in_no_pool(recipe, monkeypatch):
 
 def test_a_call_travels_whole(store):
     where = Where(pool="gpus", workers=2, python="/v/bin/python", timeout_seconds=5, online=True,
-                  slots=2, limit="l", hold=True)  # fmt: skip
+                  slots=2, concurrency_limit="l", resident_engine=True)  # fmt: skip
     refs = {"rollouts": ["a/rollouts@1"]}
     call = Call("reward", {"functions": []}, store.path, refs, "a", label="a", where=where)
     sent = Call.from_json(json.loads(json.dumps(for_workers(call).to_json())))
     require_store(sent)
-    there = replace(where, pool=None, store_id=store.id, hold=False)
+    there = replace(where, pool=None, store_id=store.id, resident_engine=False)
     assert sent == replace(call, store=str(store.path), share=True, where=there)
     assert not for_workers(replace(call, force=True)).share
     assert not for_workers(replace(call, stage="optimize")).share
@@ -126,7 +127,7 @@ def test_what_a_new_policy_is_asked_first(recipe, settings, iteration, sampled_f
         expected = {"generate": loaded.generate_config(0, evaluation=True)}
     elif sampled_for:
         expected = {"generate": loaded.generate_config(sampled_for)}
-    assert Chain(loaded).sampled_next(iteration) == expected
+    assert Chain(loaded).upcoming_after(iteration) == expected
 
 
 def test_a_night_is_measured_at_its_end_alone(recipe, tmp_path):

@@ -309,7 +309,7 @@ def test_a_run_that_is_taken_up_and_not_begun_has_failed(by_hand):
     with by_hand.run(workers=1, wait_seconds=0.5) as call:
         by_hand.come_online("slow")
         by_hand.move(*by_hand.started(1), "PENDING")
-        with pytest.raises(ResourceError, match=r"'stage' up and did not begin it within 0\.5"):
+        with pytest.raises(ResourceError, match=r"'stage' but did not start it within 0\.5"):
             call.result(60)
     assert [run.state_type for run in by_hand.runs()] == [StateType.CANCELLING]
 

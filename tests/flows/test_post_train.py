@@ -105,7 +105,7 @@ def test_again_is_already_done(workplace, result, tmp_path):
     )
     assert names(Store(workplace / "store")) == before
     assert done.stderr.count("already done") == 1 + 4 + 2 * 4 + 4, done.stderr
-    assert "does not ask for" not in done.stderr
+    assert "made with other settings" not in done.stderr
     without_seconds = [
         [{**each, "seconds": None} for each in run["iterations"]]
         for run in (result, json.loads(done.stdout))

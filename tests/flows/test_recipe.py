@@ -41,10 +41,13 @@ def recipe(tmp_path):
         ("optimize.learning_rate=fast", "optimize.learning_rate: Input should be a valid number"),
         ("iterations=0", "iterations: Input should be greater than or equal to 1, got 0"),
         ("run='No Spaces'", "run: String should match pattern"),
-        ("run=tiny.eval", "run: may not end in .eval: runs of that form are made beside it"),
-        ("run=tiny.ref", "run: may not end in .ref"),
-        ("run=tiny..a", "run: may hold no two dots in a row and none at its end, got 'tiny..a'"),
-        ("run=tiny.", "none at its end"),
+        (
+            "run=tiny.eval",
+            "run: must not end in .eval: Quiver gives such names to a run's side runs",
+        ),
+        ("run=tiny.ref", "run: must not end in .ref"),
+        ("run=tiny..a", "run: must not have two dots in a row, or end in a dot, got 'tiny..a'"),
+        ("run=tiny.", "end in a dot"),
         ("optimize.algorithm=grop", "did you mean grpo?"),
         (
             "data.held_out={split_name='x'}",
@@ -121,27 +124,27 @@ def test_broken_toml_and_missing_files_are_named(recipe, tmp_path):
 def sampled(recipe, evaluation=False):
     """What the generate stage is asked for in round 5."""
     config = recipe.generate_config(5, evaluation=evaluation)
-    return config.iteration, config.seed, config.samples_per_prompt, config.sampling.max_tokens
+    return config.round, config.seed, config.samples_per_prompt, config.sampling.max_tokens
 
 
 def rendered(recipe, evaluation=False):
     """What the prompt stage is asked for in round 5."""
     config = recipe.prompt_config(5, evaluation=evaluation)
-    return config.iteration, config.seed, config.limit, config.reserve_tokens
+    return config.round, config.seed, config.limit, config.reserve_tokens
 
 
 @pytest.mark.parametrize(
     ("settings", "samples", "evaluation", "prompts", "held_out"),
     [
-        ([], (5, 7, 4, 6), (0, 7, 4, 6), (4, 7, 4, 6), (0, 7, 3, 6)),
-        (["generate.seed=0"], (5, 0, 4, 6), (0, 0, 4, 6), (4, 7, 4, 6), (0, 7, 3, 6)),
-        (["evaluate.generate={seed=0}"], (5, 7, 4, 6), (0, 0, 4, 6), (4, 7, 4, 6), (0, 7, 3, 6)),
-        (["prompt.reserve_tokens=0"], (5, 7, 4, 6), (0, 7, 4, 6), (4, 7, 4, 0), (0, 7, 3, 0)),
+        ([], (5, 7, 4, 6), (0, 7, 4, 6), (5, 7, 4, 6), (0, 7, 3, 6)),
+        (["generate.seed=0"], (5, 0, 4, 6), (0, 0, 4, 6), (5, 7, 4, 6), (0, 7, 3, 6)),
+        (["evaluate.generate={seed=0}"], (5, 7, 4, 6), (0, 0, 4, 6), (5, 7, 4, 6), (0, 7, 3, 6)),
+        (["prompt.reserve_tokens=0"], (5, 7, 4, 6), (0, 7, 4, 6), (5, 7, 4, 0), (0, 7, 3, 0)),
         (
             ["evaluate.generate={samples_per_prompt=1,sampling={max_tokens=20}}"],
             (5, 7, 4, 6),
             (0, 7, 1, 20),
-            (4, 7, 4, 6),
+            (5, 7, 4, 6),
             (0, 7, 3, 20),
         ),
     ],
@@ -188,7 +191,7 @@ def test_keys_are_those_of_the_stages_own_configs(recipe):
         (["seed=0", "optimize.max_staleness=2", "optimize.replay=2"], 0, 2),
     ):
         loaded = load(recipe, settings)
-        generate = GenerateConfig(**typed, iteration=2, seed=seed)
+        generate = GenerateConfig(**typed, round=2, seed=seed)
         optimize = OptimizeConfig(learning_rate=1e-3, seed=seed, max_staleness=staleness)
         keys = [config.key() for config in (generate, optimize)]
         assert keys == [loaded.generate_config(2).key(), loaded.optimize_config().key()]
@@ -322,7 +325,7 @@ def test_numbers_without_end_are_told(tmp_path):
     ("setting", "said"),
     [
         ("seed=9223372036854775808", "seed is a number of more than 64 bits"),
-        ("data.arguments={x=nan}", "arguments.x is no finite number"),
+        ("data.arguments={x=nan}", "arguments.x is not a finite number"),
         ('data.source="a\\u0000.jsonl"', "data.source has a NUL character"),
         ('data.arguments={"a": ["\\ud800"]}', "data.arguments.a.0 has a lone surrogate"),
         ("data.arguments.a=" + "[" * 101 + "]" * 101, "is nested more than 100 levels deep"),

@@ -23,7 +23,7 @@ from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.retention import remove
 from quiver.stages.evaluate.stage import Config as EvaluateConfig
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from quiver.stages.optimize.stage import Config as OptimizeConfig
 from tests.benchmarks.made import (
     make_prompts,
@@ -94,7 +94,7 @@ def sampled(store, policy, asked):
     table = table.set_column(
         table.schema.get_field_index("completion_text"), "completion_text", pa.array(HOSTILE)
     )
-    models = (as_model("policy", policy),)
+    models = (model_entry("policy", policy),)
     rollouts = write_version(store, "rollouts", "generate", table, {"prompts": asked}, models)
     rewards = make_rewards(store, rollouts)
     evaluate(EvaluateConfig(), store, rollouts=rollouts.ref, rewards=rewards.ref)
@@ -322,7 +322,7 @@ def test_the_line_of_the_run_is_told_of_and_others_are_named(store):
     assert line() == ([1, 2], [four, three], [zero, one])
     assert line(three) == ([3], [two, four], [zero, three])
     page = Page(report.render(store, gather(store, "bench")))
-    assert f"Not shown: {four}, {three}, which" in page.words
+    assert f"Not shown: {four}, {three}, where" in page.words
 
 
 def test_a_line_that_was_deleted_is_not_followed(store):

@@ -16,7 +16,7 @@ from quiver.flows.dispatch import run_at
 from quiver.flows.placement import check_resident
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError, CorruptError
-from quiver.stages.core.run import holding
+from quiver.stages.core.run import stage_process
 from quiver.stages.core.run.call import Call, Where
 from quiver.stages.core.store import Store
 from quiver.stages.model import vllm_env
@@ -114,11 +114,11 @@ def place(bare, tmp_path, monkeypatch):
     copy(bare, tmp_path)
     (tmp_path / "mine.py").write_text(ENGINE)
     yield tmp_path
-    holding.end_waiting()
+    stage_process.end_waiting()
     assert not [pid for pid in pids(tmp_path) if Path(f"/proc/{pid}").exists()]
 
 
-def call(place: Path, number: int, *, hold: bool = True, config=(), **limits) -> Call:
+def call(place: Path, number: int, *, resident: bool = True, config=(), **limits) -> Call:
     """Rollouts of policy `number`."""
     config = {
         "engine": f"{place / 'mine.py'}:Engine",
@@ -127,7 +127,7 @@ def call(place: Path, number: int, *, hold: bool = True, config=(), **limits) ->
         **dict(config),
     }
     refs = {"prompts": "tiny/prompts@1", "policy": f"p{number}/policy@0"}
-    where = Where(hold=hold, **limits)
+    where = Where(resident_engine=resident, **limits)
     return Call("generate", config, place / "store", refs, label="tiny", where=where)
 
 
@@ -144,11 +144,11 @@ def test_one_engine_answers_for_each_policy_in_turn_as_fresh_ones_do(place, bare
         has_slept = (True, number + 1) if number else (None, None)
         assert (info.get("resident"), info.get("policies")) == has_slept
     assert events(place) == ["start", "sleep", "take", "sleep", "take", "sleep"]
-    holding.end_waiting()
+    stage_process.end_waiting()
     assert events(place)[-1] == "close"
     stores = [Store(place / "store"), copy(bare, tmp_path_factory.mktemp("fresh"))]
     for number in range(3):
-        ref = run_at(replace(call(place, number, hold=False), store=stores[1].path)).ref
+        ref = run_at(replace(call(place, number, resident=False), store=stores[1].path)).ref
         resident, fresh = (store.open(ref).manifest for store in stores)
         assert resident.run_key == fresh.run_key
         assert resident.content_hash == fresh.content_hash
@@ -166,7 +166,7 @@ def run_two(place: Path, between=lambda: None, **changed) -> None:
 
 def kill(place, monkeypatch):
     os.kill(pids(place)[0], signal.SIGKILL)
-    holding._waiting["generate"].process.wait(10)
+    stage_process._waiting["generate"].process.wait(10)
 
 
 def fail_next(place, monkeypatch):
@@ -185,9 +185,9 @@ def leave(place, monkeypatch):
     ("happen", "changed", "closes", "reason"),
     [
         (kill, {}, False, ""),
-        (fail_next, {}, True, "does not take p1/policy@0: RuntimeError: the device is gone"),
-        (edit, {}, True, "does not take p1/policy@0: it was made for another engine, or for other"),
-        (leave, {"config": {"max_model_len": 32}}, True, "does not take p1/policy@0: it was made"),
+        (fail_next, {}, True, "cannot load p1/policy@0: RuntimeError: the device is gone"),
+        (edit, {}, True, "cannot load p1/policy@0: it was made for another engine, or for other"),
+        (leave, {"config": {"max_model_len": 32}}, True, "cannot load p1/policy@0: it was made"),
     ],
 )
 def test_in_doubt_a_fresh_engine_replaces_it(
@@ -198,7 +198,7 @@ def test_in_doubt_a_fresh_engine_replaces_it(
     run_two(place, lambda: happen(place, monkeypatch), **changed)
     assert events(place) == ["start", "sleep", *["close"] * closes, "start", "sleep"]
     assert "resident" not in engine_info(place, "tiny/rollouts@2")
-    lines = [line for line in caplog.messages if "once more, in a fresh process" in line]
+    lines = [line for line in caplog.messages if "trying again in a fresh process" in line]
     assert len(lines) == bool(reason) and all(reason in line for line in lines)
 
 
@@ -222,18 +222,18 @@ def test_one_that_does_not_sleep_ends_with_its_answer(place, cause):
     assert events(place) == ["start", "sleep", "close"] * 2
 
 
-def test_a_call_that_holds_no_process_takes_the_sleeper_and_ends_it(place):
+def test_a_call_that_keeps_no_process_takes_the_resident_one_and_ends_it(place):
     run_at(call(place, 0))
-    holding.hold("generate", call(place, 1).config)  # one is held already
-    assert run_at(call(place, 1, hold=False)).ref == "tiny/rollouts@2"
+    stage_process.start_ahead("generate", call(place, 1).config)  # there is one already
+    assert run_at(call(place, 1, resident=False)).ref == "tiny/rollouts@2"
     assert events(place) == ["start", "sleep", "take", "close"]
-    assert not holding._waiting
+    assert not stage_process._waiting
 
 
-def test_a_stage_by_hand_holds_no_engine(place):
+def test_a_stage_by_hand_keeps_no_engine(place):
     make_here(call(place, 0), (), ())
     assert events(place) == ["start", "close"]
-    assert not holding._waiting
+    assert not stage_process._waiting
 
 
 def test_processes_that_share_the_shards_have_fresh_engines(place):
@@ -252,7 +252,10 @@ VLLM = "generate.engine='vllm'"
     [
         ([VLLM], "CPU build repacks weights"),
         (["generate.engine='transformers'"], "nothing to keep"),
-        (["generate.engine='mine.py:Engine'", "placement.generate='gpus'"], "of its own each time"),
+        (
+            ["generate.engine='mine.py:Engine'", "placement.generate='gpus'"],
+            "a new process for each call",
+        ),
         ([VLLM, "generate.options.engine_args.quantization='fp8'"], "engine_args"),
         ([VLLM, "data.images='pictures'"], "pictures"),
         ([VLLM, "optimize.lora.save='adapter'"], "serves an adapter"),
@@ -275,10 +278,13 @@ def test_where_no_engine_can_stay_it_is_refused(tmp_path, settings, problem):
     assert caught.value.next == "set placement.resident_engine = false"
 
 
-def test_an_interpreter_of_its_own_is_asked_by_the_engine(tmp_path):
+@pytest.mark.parametrize(
+    "settings", [[VLLM, "placement.python.generate='python'"], ["generate.engine='mine.py:Engine'"]]
+)
+def test_an_interpreter_of_its_own_is_asked_by_the_engine(tmp_path, settings):
+    """This interpreter's vLLM is not asked, nor for an engine of the user's."""
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    settings = [RESIDENT, "generate.engine='vllm'", "placement.python.generate='python'"]
-    recipe = load(tmp_path / "recipe.toml", settings)
+    recipe = load(tmp_path / "recipe.toml", [RESIDENT, *settings])
     check_resident(recipe.placement, recipe.generate, recipe.optimize, has_images=False)
 
 

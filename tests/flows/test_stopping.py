@@ -78,7 +78,7 @@ def test_the_second_signal_ends_it_at_once(number):
     assert process.stdout.readline() == "unwinds\n"
     time.sleep(1)
     process.send_signal(number)
-    assert ending(process) == (128 + number, "", "was told twice to stop")
+    assert ending(process) == (128 + number, "", "got a second signal to stop")
 
 
 @pytest.mark.parametrize("seconds", [600, 1])
@@ -91,7 +91,7 @@ def test_a_command_that_is_in_c_code_ends_at_the_second_signal_or_when_its_time_
     if seconds == 600:
         time.sleep(1)
         process.send_signal(signal.SIGTERM)
-    why = "was told twice to stop" if seconds == 600 else "did not stop within 1 s"
+    why = "got a second signal to stop" if seconds == 600 else "did not stop within 1 s"
     assert ending(process) == (143, "", why)
 
 
@@ -199,10 +199,10 @@ def test_a_stage_in_the_middle_of_a_step_ends_with_the_command(workplace):
     *_, kept, next_step = stderr.splitlines()
     assert re.fullmatch(
         r"stopped; (one new version and |\d new versions and )?"
-        r"the finished shards of what was under way are kept",
+        r"the finished shards of unfinished versions are kept",
         kept,
     )
-    command = shlex.split(next_step.removeprefix("go on from there: "))
+    command = shlex.split(next_step.removeprefix("to continue: "))
     assert command == ["quiver", *running.args[3:]]
 
 

@@ -11,7 +11,7 @@ import pytest
 from prefect.states import Failed
 
 from quiver.flows import nightly, post_train, stage
-from quiver.flows.calls import labels_of
+from quiver.flows.calls import prefect_tags
 from quiver.flows.placement import GivenUp
 from quiver.flows.tasks import stage_task, worth_retrying
 from quiver.schemas import errors
@@ -39,17 +39,17 @@ from prefect import flow
 from quiver.flows import post_train, tasks
 from quiver.flows.calls import perform
 from quiver.flows.recipe import load
-from quiver.stages.core.run import holding, runner
+from quiver.stages.core.run import runner, stage_process
 
-held, asking = [], runner.ask
+waiting, asking = [], runner.ask
 def asked(stage, *arguments, **named):
-    held.extend([stage] if stage in holding._waiting else [])
+    waiting.extend([stage] if stage in stage_process._waiting else [])
     return asking(stage, *arguments, **named)
 runner.ask = asked
 sizes, fn = [], tasks.stage_task.fn
-def results(call, upcoming, labels):
-    outcome = fn(call, upcoming, labels)
-    sizes.extend([len(repr((call, upcoming, labels))), len(repr(outcome))])
+def results(call, upcoming, tags):
+    outcome = fn(call, upcoming, tags)
+    sizes.extend([len(repr((call, upcoming, tags))), len(repr(outcome))])
     return outcome
 tasks.stage_task.fn = results
 recipe = load("recipe.toml")
@@ -63,7 +63,7 @@ settings = ["data.source='dies_once.py:rows'", "data.held_out=null", "placement.
 recipe = load("recipe.toml", settings)
 again = one("prompt", recipe.resolved().prompt_config(1), {"policy": "tiny/policy@0"})
 print(json.dumps({"run": run, "sizes": sizes, "reward": reward, "again": again,
-                  "held": held, "left": len(holding._waiting)}))
+                  "waiting": waiting, "left": len(stage_process._waiting)}))
 """
 
 
@@ -127,8 +127,8 @@ def test_a_store_that_can_not_be_written_is_not_tried_again(tmp_path, number, ag
 
 
 def test_tags_tell_run_stage_and_iteration():
-    assert labels_of("arith", "generate", 3) == ("run:arith", "stage:generate", "iteration:3")
-    assert labels_of("arith") == ("run:arith",)
+    assert prefect_tags("arith", "generate", 3) == ("run:arith", "stage:generate", "iteration:3")
+    assert prefect_tags("arith") == ("run:arith",)
 
 
 @pytest.mark.prefect
@@ -153,7 +153,7 @@ def test_what_travels_is_small_and_a_stage_is_a_flow(workplace):
         done["iterations"][0]["rewards"],
         True,
     )
-    assert answer["held"] == ["optimize", "generate"] * 2 and answer["left"] == 0, (
+    assert answer["waiting"] == ["optimize", "generate"] * 2 and answer["left"] == 0, (
         "each begun while the other ran"
     )
     assert (workplace / "died").exists() and answer["again"]["rows"] == 4, (

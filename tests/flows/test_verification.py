@@ -17,14 +17,14 @@ from quiver.schemas.errors import (
     LineageError,
     QuiverError,
 )
-from quiver.schemas.manifest import FileEntry, Model, canonical, content_hash, digest
+from quiver.schemas.manifest import FileEntry, ModelEntry, canonical, content_hash, digest
 from quiver.stages.core.files import sha256_of as sha256
 from quiver.stages.core.lineage import open_input
 from quiver.stages.core.store import Store, arrow_child
 from quiver.stages.core.store.arrow_check import ArrowCheck
 from quiver.stages.core.store.retention import Rule, collect, put_aside, remove
 from quiver.stages.core.store.storage import Storage
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from tests.stages.core.store.test_store import Settings, commit, work_on
 from tests.stages.optimize import world
 from tests.writing import begin
@@ -47,7 +47,7 @@ def test_the_manifest_is_held_to_its_files(store):
     rewrite(version, rows=5)
     assert "says 5 rows" in said(store)
     rewrite(version, rows=4, content_hash="0" * 64)
-    assert "content_hash is not that of its files" in said(store)
+    assert "content_hash does not match its files" in said(store)
 
 
 def test_an_unknown_schema_is_refused_by_every_reader(store):
@@ -62,14 +62,14 @@ def test_an_unknown_schema_is_refused_by_every_reader(store):
 
 
 def test_models_are_held_to_their_hashes(store, policy):
-    model = as_model("policy", policy)
+    model = model_entry("policy", policy)
     commit(store, models=(model,))
     assert said(store) == ""
     for number, part in ((2, "weights"), (3, "tokenizer")):
         other = model.model_copy(update={part: "f" * 64})
         ref = commit(store, Settings(seed=number), models=(other,)).ref
-        assert f"{ref}: model tiny/policy@0 is not what it was" in said(store)
-    outside = Model(role="judge", ref="some/model", weights="w", tokenizer="t", template="t")
+        assert f"{ref}: model tiny/policy@0 has changed" in said(store)
+    outside = ModelEntry(role="judge", ref="some/model", weights="w", tokenizer="t", template="t")
     commit(store, Settings(seed=4), models=(outside,))
     assert len(verify(store)[1]) == 2, "what is not in the store is not looked for"
 
@@ -131,7 +131,7 @@ def test_what_was_made_of_other_content_is_told(store):
     other = commit(Store(store.path.with_name("other")), shards=1)
     shutil.rmtree(first.files.folder)
     shutil.copytree(other.files.folder, first.files.folder)
-    assert "input a/logprobs@1 is not what it was" in said(Store(store.path))
+    assert "input a/logprobs@1 has changed" in said(Store(store.path))
     assert "tag prod points at another version that had the number" in said(Store(store.path))
 
 
@@ -326,5 +326,7 @@ def test_an_input_of_another_kind_than_its_role_is_told(store, policy):
         work.write(0, rewards.table())
         wrong = work.commit()
     assert open_input(store, rewards, "rollouts").ref == rollouts.ref
-    with pytest.raises(LineageError, match="its rollouts are tiny/rewards@1"):
+    with pytest.raises(
+        LineageError, match="its rollouts must be a version of rollouts, found tiny/rewards@1"
+    ):
         open_input(store, wrong, "rollouts")

@@ -83,12 +83,12 @@ def test_other_rewards_of_the_same_rollouts_pair_by_id(store):
 
 
 def test_rollouts_on_other_prompts_do_not_pair(store):
-    with pytest.raises(LineageError, match="no rollout of one has the prompt"):
+    with pytest.raises(LineageError, match="no rollouts of the two have the same prompt"):
         pair(store, "golden/rollouts@1", "held/rollouts@1")
 
 
 def test_a_run_alone_needs_a_terminal(store):
-    with pytest.raises(ConfigError, match="a plain table is of one version"):
+    with pytest.raises(ConfigError, match="a plain table shows one version"):
         viewing.view("golden", store=str(store.path))
 
 

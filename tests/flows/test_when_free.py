@@ -91,8 +91,8 @@ def test_who_is_refused_is_told_of_what_the_call_can_do(call, holder, tmp_path):
     with pytest.raises(BusyError) as caught:
         run_stage("reward", call.config, call.store, in_process=True, **call.refs)
     assert caught.value.next == (
-        "wait for it, then run again; or make all these calls with share=True, and they do it "
-        "together"
+        "wait for it, then run again; or make all these calls with share=True, so that they share "
+        "the work"
     )
     with pytest.raises(BusyError, match="is at this very work alone") as caught:
         run_stage("reward", call.config, call.store, in_process=True, share=True, **call.refs)
@@ -133,7 +133,7 @@ def test_who_waits_has_the_answer_as_soon_as_it_is_there(call, monkeypatch):
     )
     monkeypatch.setattr(tasks, "time", clock)
     done = Outcome("a/rewards@1", True, 4, 70.0, {})
-    monkeypatch.setattr(tasks, "find", lambda _: done if now[0] >= 70 else None)
+    monkeypatch.setattr(tasks, "find_outcome", lambda _: done if now[0] >= 70 else None)
 
     def run(*_, **__):
         if now[0] < 70:

@@ -12,12 +12,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from quiver.schemas.manifest import Model
+from quiver.schemas.manifest import ModelEntry
 from quiver.stages.core.store import Store
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 
 PATH = Path(__file__).with_name("snapshot")
-POLICY = Model(role="policy", ref="a-folder", weights="w", tokenizer="t", template="m")
+POLICY = ModelEntry(role="policy", ref="a-folder", weights="w", tokenizer="t", template="m")
 NOT_KEPT = {".index", ".work"}
 
 

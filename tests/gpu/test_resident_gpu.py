@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from quiver.stages.core.run.call import Call, Where
-from quiver.stages.core.run.holding import end_waiting
 from quiver.stages.core.run.runner import run_call
+from quiver.stages.core.run.stage_process import end_waiting
 from tests.gpu.test_optimize_gpu import optimize
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
@@ -25,8 +25,8 @@ def policies(store):
     end_waiting()
 
 
-def sample(store, policy, *, hold: bool):
-    """Rollouts in float32, by an engine that stays or by a fresh one."""
+def sample(store, policy, *, resident: bool):
+    """Rollouts in float32, by a resident engine or by a fresh one."""
     config = {
         "device": "cuda",
         "dtype": "float32",
@@ -34,16 +34,18 @@ def sample(store, policy, *, hold: bool):
         "sampling": {"temperature": 0.8, "max_tokens": 32},
     }
     refs = {"prompts": str(random_prompts(store, 8).ref), "policy": str(policy.ref)}
-    call = Call("generate", config, store.path, refs, force=True, where=Where(hold=hold))
+    call = Call(
+        "generate", config, store.path, refs, force=True, where=Where(resident_engine=resident)
+    )
     return store.open(run_call(call).ref)
 
 
 def test_two_policies_by_one_engine_are_sampled_as_by_fresh_ones(store, policies):
-    resident = [sample(store, policy, hold=True) for policy in policies]
+    resident = [sample(store, policy, resident=True) for policy in policies]
     free, total = torch.cuda.mem_get_info()
     assert total - free < 8 << 30, "weights and cache were not given back"
     end_waiting()
-    fresh = [sample(store, policy, hold=False) for policy in policies]
+    fresh = [sample(store, policy, resident=False) for policy in policies]
     numbers = [each.manifest.metrics["engine"].get("policies") for each in (*resident, *fresh)]
     assert numbers == [None, 2, None, None]
     for one, other in zip(resident, fresh, strict=True):
@@ -55,7 +57,7 @@ def test_two_policies_by_one_engine_are_sampled_as_by_fresh_ones(store, policies
 
 
 def test_the_trainer_reproduces_what_the_second_policy_sampled(store, policies):
-    rollouts = [sample(store, policy, hold=True) for policy in policies][1]
+    rollouts = [sample(store, policy, resident=True) for policy in policies][1]
     made = (rollouts, world.write_rewards(store, rollouts, world.even_share))
     done = optimize(
         store, policies[1], made, "cuda", precision="fp32", audit={"max_mean_gap": 1e-3}

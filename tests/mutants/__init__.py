@@ -171,6 +171,7 @@ TARGETS = (
             f"{ANSWERED}::test_rows_of_one_batch_do_not_look_at_each_others_pictures",
             f"{ANSWERED}::test_a_row_may_be_null_where_others_have_pictures",
             f"{ANSWERED}::test_an_engine_is_told_of_the_pictures_of_prompts_and_of_turns",
+            f"{ANSWERED}::test_a_policy_that_sees_nothing_does_not_answer_pictures",
             f"{OPTIMIZE}/test_images_observed.py::test_who_sees_nothing_is_not_asked",
         ),
     ),
@@ -228,7 +229,7 @@ TARGETS = (
         ),
     ),
     Target("stages/turns/pool.py", (ENVIRONMENT_POOL,), 12),
-    Target("stages/turns/worker.py", (ENVIRONMENT_POOL,), 8),
+    Target("stages/turns/environment_process.py", (ENVIRONMENT_POOL,), 8),
     Target(
         "stages/prompt/rows.py",
         (f"{PROMPT}/test_templates.py", f"{PROMPT}/test_prompt_stage.py"),
@@ -271,7 +272,7 @@ TOO_LONG = (
 EQUIVALENT = {
     "ragged:_repeat:name:2": "a GPU alone takes that line: tests/gpu",
     "advantages:group_sums:one:0": "one more sum, of a group that no rollout is in",
-    "shards:Shards.summary:one:1": "a worker that made tokens has its seconds of generate",
+    "shards:Shards.summary:one:1": "a process that made tokens has its seconds of generate",
     "shards:Shards.__init__:one:2": "one token more in the speed that a line of progress tells",
     "stage:import_ahead:sign:0": "it imports ahead of time what is imported anyway",
     "stage:_sample:drop:2": "files of the right size are verified too, as they are right after",

@@ -103,8 +103,8 @@ PLANTED = (
     Planted(
         "scale_of_kept",
         "stages/optimize/rollouts.py",
-        "moments = terms.reward_moments(before, joined.rewards)",
-        "moments = terms.reward_moments(before, batch.rewards)",
+        "reward_moments = terms.reward_moments(before, joined.rewards)",
+        "reward_moments = terms.reward_moments(before, batch.rewards)",
         (f"{OPTIMIZE}/test_critic_stage.py::test_the_reward_scale_counts_every_scored_rollout",),
     ),
     Planted(
@@ -155,9 +155,9 @@ PLANTED = (
         (f"{OPTIMIZE}/test_trainer.py::test_weight_decay_is_of_matrices_alone",),
     ),
     Planted(
-        "seed_without_iteration",
+        "seed_without_round",
         "stages/generate/rows.py",
-        "return row_seed(config.seed, config.iteration, self._groups[prompt], sample, *turn)",
+        "return row_seed(config.seed, config.round, self._groups[prompt], sample, *turn)",
         "return row_seed(config.seed, 0, self._groups[prompt], sample, *turn)",
         (f"{GENERATE}/test_generate_stage.py::test_each_prompt_gets_its_group_in_order",),
     ),

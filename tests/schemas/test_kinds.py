@@ -51,7 +51,7 @@ def test_each_kind_names_its_schemas_and_passes_a_good_table():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rollout_id": ["a-0", "a-0"]}, "'a-0' stands more than once"),
+        ({"rollout_id": ["a-0", "a-0"]}, "'a-0' occurs more than once"),
         (
             {"old_logprobs": [[-0.5], [-1.0]]},
             "row 0: completion_ids has 2 items, old_logprobs has 1",

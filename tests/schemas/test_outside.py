@@ -87,7 +87,7 @@ def test_thinking_is_read_whatever_it_is_called(thinking, content):
         ({"role": "user", "content": None}, r"\['role'\] and a content that is null, expected"),
         ({"from": "human", "value": "a"}, "rename `from` to role and `value` to content"),
         ({**USER, "mood": 1}, r"\['content', 'mood', 'role'\]"),
-        ({**USER, "audio": {"id": "a"}}, "no model here hears"),
+        ({**USER, "audio": {"id": "a"}}, "no policy here reads sound"),
         ({**USER, "function_call": {"name": "f"}}, "write it as tool_calls"),
         ({**USER, "images": ["a.png"]}, "data.images"),
         ({"role": "assistant", "content": None, "refusal": "no"}, "put its text into content"),
@@ -143,12 +143,12 @@ def test_a_member_that_changes_nothing_is_told_once(caplog):
         ({"type": "web_search", "name": "f"}, "the type web_search, expected function"),
         ({"name": "f", "arguments": [1]}, '"arguments" of f in the call is a list'),
         ({"name": "f", "arguments": "{"}, '"arguments" of f in the call is not valid JSON'),
-        ({"name": "f", "arguments": '{"a": 1, "a": 2}'}, "a key stands twice"),
+        ({"name": "f", "arguments": '{"a": 1, "a": 2}'}, "a key occurs twice"),
         ({"name": "f", "arguments": '{"a": 1e400}'}, "more than a float holds"),
-        ({"name": "f", "arguments": {"a": [float("inf")]}}, "a.0 is no finite number"),
+        ({"name": "f", "arguments": {"a": [float("inf")]}}, "a.0 is not a finite number"),
         ({"name": "f", "arguments": {"a": 10**300}}, "a is a number of more than 300 digits"),
         ({"name": "f", "arguments": {"a": "\0"}}, "a has a NUL character"),
-        ({"name": "f", "arguments": {"a": DAY}}, "is no plain JSON: .* date is not JSON"),
+        ({"name": "f", "arguments": {"a": DAY}}, "is not plain JSON: .* date is not JSON"),
         ({"name": "f", "arguments": {"b": {"\0": 1}}}, "b.a key has a NUL character"),
         ({"name": "f", "id": "a b"}, "the id of the call is 'a b'"),
     ],
@@ -190,7 +190,7 @@ def test_a_call_of_a_chat_may_have_no_arguments_and_no_id(arguments):
 def test_a_call_has_the_keys_of_its_format():
     call = {"name": "f", "parameters": {"a": "\0"}}
     assert read_call(call, "the call", "parameters") == ("f", {"a": "\0"})
-    with pytest.raises(ValueError, match='expected "name" and "arguments" alone'):
+    with pytest.raises(ValueError, match='expected only "name" and "arguments"'):
         read_call(call, "the call")
 
 

@@ -131,7 +131,7 @@ def caused(error, cause):
             "ArrowException",
         ),
         (OSError(errno.ENAMETOOLONG, "File name too long"), "E-CONFIG", "OSError"),
-        (KeyError("x"), "E-INTERNAL", "a defect of Quiver's: KeyError"),
+        (KeyError("x"), "E-INTERNAL", "a bug in Quiver: KeyError"),
     ],
 )
 def test_what_the_system_refuses_is_no_defect_of_ours(error, code, message):

@@ -73,10 +73,10 @@ def test_a_picture_beside_its_observation_is_refused(change):
         ({"turns": TURNS[:1]}, "row 0: the lengths of its turns do not add up"),
         ({"turns": [turn(4), turn(-1)]}, "length holds -1: at least 0"),
         ({"turns": [turn(2, [-3]), turn(1)]}, "observation_ids holds -3"),
-        ({"turns": [turn(2, [4]), turn(1, [4])]}, "row 0: observation_ids of the last turn"),
+        ({"turns": [turn(2, [4]), turn(1, [4])]}, "row 0: the last turn before an end"),
         (
             {"turns": [turn(2, [4]), turn(1, restart_ids=[8])]},
-            "row 0: observation_ids of the last turn before an end or a restart",
+            "row 0: the last turn before an end or a restart has observation_ids",
         ),
         ({"turns": [turn(3, restart_ids=[8])]}, "row 0: a rollout begins with its prompt"),
         ({"turns": [turn(2), turn(1, restart_ids=[])]}, "row 0: restart_ids is empty"),

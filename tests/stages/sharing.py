@@ -14,7 +14,7 @@ from pathlib import Path
 
 from quiver.flows.verification import verify
 from quiver.schemas.errors import QuiverError, unexpected
-from quiver.stages.core.run.runner import Call, perform
+from quiver.stages.core.run.runner import Call, find_or_make
 from quiver.stages.core.store import Store
 
 _FORK = multiprocessing.get_context("fork")
@@ -47,7 +47,7 @@ class Worker:
 def _perform(call: Call, answer: Path) -> None:
     signal.alarm(LIMIT_SECONDS)
     try:
-        outcome = asdict(perform(call))
+        outcome = asdict(find_or_make(call))
     except Exception as error:
         if not isinstance(error, QuiverError):
             error = unexpected(call.stage, error)

@@ -29,7 +29,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from quiver.stages.core.run.holding import ENVIRONMENT
+from quiver.stages.core.run.stage_process import ENVIRONMENT
 from tests.spent import watch
 
 from .client import world

@@ -84,9 +84,9 @@ IMPORTS = {
     "workers": (
         "multiprocessing.connection",
         "quiver.stages.core.run.answering",
-        "quiver.stages.turns.worker",
+        "quiver.stages.turns.environment_process",
         "quiver.stages.reward.pool.calls",
-        "quiver.stages.core.run.workers",
+        "quiver.stages.core.run.user_process",
     ),
 }
 

@@ -74,7 +74,7 @@ def show_nights(store: str, run: str, tag: str) -> None:
         ).create()
 
 
-def publish(call: Call, outcome: Outcome) -> None:
+def show_version(call: Call, outcome: Outcome) -> None:
     """Attach the views of `outcome` to the running task.
 
     Does nothing for a version that existed before, or outside a flow run. Never raises: failures

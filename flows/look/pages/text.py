@@ -34,7 +34,7 @@ def attempt(action: str) -> Iterator[None]:
         failure = type(error).__name__
         level = logging.DEBUG if failure in _seen_failures else logging.WARNING
         _seen_failures.add(failure)
-        message = "not on Prefect's pages: %s (%s: %s); the run goes on"
+        message = "not on Prefect's pages: %s (%s: %s); the run continues"
         log.log(level, message, action, failure, printable(error))
 
 

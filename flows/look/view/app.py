@@ -384,7 +384,7 @@ class RowsScreen(TableScreen):
         """Sort by reward or score, shuffle, or put first what changed most."""
         sort = self.joined.score_name if name in ("best", "worst") else name
         if sort not in ("random", *self.joined.numbers):
-            self.app.notify(f"nothing is told of it: {name}", severity="warning")
+            self.app.notify(f"this version has no {name}", severity="warning")
             return
         self.select(sort=sort, descending=name in ("best", "change"))
 

@@ -94,7 +94,7 @@ def sections_of(
         return [Section(None, Text(f"{title}no rollout of this prompt and sample"))]
     tokens = joined.tokens(row["position"])
     values = tokens.numbers.get(colouring)
-    missing = " (nothing is known of it)" if values is None and colouring != "none" else ""
+    missing = " (this version has none)" if values is None and colouring != "none" else ""
     heading = Text.assemble(
         (for_terminal(f"{title}{row['rollout_id']}"), "bold"),
         (f"\ncompletion, by {colouring}: {LEGEND[colouring]}{missing}", "dim"),

@@ -1,11 +1,11 @@
-"""The process of a `Worker` (see `workers`): python -P answering.py CONNECTION (a descriptor)
+"""The inside of a `UserProcess`: python -P answering.py CONNECTION (a descriptor)
 
 It is started as a file; -P keeps the files beside it from shadowing libraries. The first message
 gives the module search path and the module that answers; each later message is one request:
 
-    {"path": sys.path, "module": …}                  it has a class Host
+    {"path": sys.path, "module": …}                  it has a class Answerer
     {"key": …, "number": 3, "request": {…}}        → {"key": …, "number": 3, "piece": 0,
-                                                      "answer": Host.answer(request, send)}
+                                                      "answer": Answerer.answer(request, send)}
 
 Messages from the stage are pickled, answers are JSON: the stage never unpickles data from a process
 that ran a user's code. `send` sends a piece of an answer before the last one. Each piece repeats
@@ -48,7 +48,7 @@ def main() -> None:
     # output that was printed before a kill must reach the stage
     sys.stdout.reconfigure(line_buffering=True)
     pid = os.getpid()
-    host: Any = None
+    answerer: Any = None
     while True:
         try:
             message = pickle.loads(connection.recv_bytes())
@@ -56,7 +56,7 @@ def main() -> None:
             os._exit(0)  # without waiting for threads that a user's code left
         if "module" in message:
             sys.path[:] = message["path"]
-            host = importlib.import_module(message["module"]).Host()
+            answerer = importlib.import_module(message["module"]).Answerer()
             continue
         envelope = {"key": message["key"], "number": message["number"], "piece": 0}
 
@@ -67,7 +67,7 @@ def main() -> None:
             envelope["piece"] += 1
 
         with no_copies():
-            answer = host.answer(message["request"], send)
+            answer = answerer.answer(message["request"], send)
         send(answer)
 
 

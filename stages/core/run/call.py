@@ -4,8 +4,6 @@
     assert Call.from_json(json.loads(json.dumps(call.to_json()))) == call
 
 A pool and a child process receive it as JSON with the same fields, and an `Outcome` comes back.
-
-Not of the spine: these are records without behaviour.
 """
 
 from __future__ import annotations
@@ -31,7 +29,15 @@ def quiver_version() -> str:
 
 @dataclass(frozen=True)
 class Where:
-    """Where a call runs and within which limits; chosen once, before the call is made."""
+    """Where a call runs and within which limits.
+
+    In a flow, `calls.perform` makes the call, and `placement.where_of` fills this in from
+    [placement]; in `run_stage` all fields have their defaults. Whatever runs the call then works on
+    a copy. For the workers of a pool, `pool.for_workers` sets `store_id`, and drops `pool` and
+    `resident_engine`. `dispatch._run_together` drops `resident_engine`, and counts
+    `timeout_seconds` from the start of the first process. A call made by hand (`calls.make_here`)
+    has no `resident_engine` either.
+    """
 
     __pydantic_config__: ClassVar = _FORM
     pool: str | None = None
@@ -54,10 +60,11 @@ class Where:
     devices: Literal["all"] | int | None = None
     """Number of the host's devices that the stage may use, with one process per model copy.
     Default: one process."""
-    limit: str | None = None
+    concurrency_limit: str | None = None
     """Global concurrency limit of the server; the stage holds one slot of it."""
-    hold: bool = False
-    """If true, the child may wait for the next such call, with its engine asleep."""
+    resident_engine: bool = False
+    """`placement.resident_engine`, for generate. If true, the child stays resident after its answer
+    and its engine sleeps until the next such call."""
 
 
 @dataclass(frozen=True)

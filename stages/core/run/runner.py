@@ -2,13 +2,14 @@
 
 This module decides whether to force, share, resume, or answer "already done". A finished version is
 found in this process within milliseconds. Otherwise the stage runs in a child process, so that its
-memory and device are free when it ends; it ends with its caller. With `hold`, a child may wait for
-the next call with an engine asleep, and then keeps some memory.
+memory and device are free when it ends; it ends with its caller. With `placement.resident_engine`
+the child of generate stays resident: it waits for the next call with its engine asleep, and keeps
+some memory. If it died meanwhile, or fails, that call is made in a fresh child, without an error.
 
     call = Call("generate", config, store.path, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
-    outcome = find(call)        # only look; None if it is not finished
-    outcome = run_call(call)    # in a child process, which calls `perform`
-    outcome = perform(call)     # find it or make it, in this process
+    outcome = find_outcome(call)    # only look; None if it is not finished
+    outcome = run_call(call)        # in a child process, which calls `find_or_make`
+    outcome = find_or_make(call)    # in this process
 
     run_stage("generate", config, store, prompts="a/prompts@1", policy="a/policy@0")
 
@@ -32,21 +33,21 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import open_staging
 
 from .call import Call, Outcome, quiver_version, require_version
-from .holding import ask
-from .stage import Plan, RequiredRefs, load
+from .stage import Plan, RequiredRefs, load_stage
+from .stage_process import ask
 
 log = logging.getLogger(__name__)
 
 
 def plan_of(call: Call, store: Store | None = None) -> Plan:
     """Return the call's plan. Raises ConfigError, LineageError or SchemaError."""
-    stage = load(call.stage)
+    stage = load_stage(call.stage)
     config = parse(stage.Config, dict(call.config), f"stage {call.stage}")
     refs = RequiredRefs(call.stage, call.refs)
     return stage.plan(config, store or Store(call.store), refs, call.into)
 
 
-def find(call: Call, *, expired: bool = False) -> Outcome | None:
+def find_outcome(call: Call, *, expired: bool = False) -> Outcome | None:
     """Return the finished version that answers the call; None if it is missing or forced.
 
     With `expired`, versions whose files expired count as answers and as inputs too.
@@ -65,7 +66,8 @@ def find_version(plan: Plan) -> Version | None:
     Raises ConflictError if another version has the only number allowed, and any error of the
     stage's `accept`.
     """
-    version = plan.already_made or plan.store.find(plan.run, plan.kinds[-1], plan.run_key)
+    kind = plan.kinds[-1]
+    version = plan.already_made or plan.store.find(plan.run, kind, plan.run_key)
     if version is None:
         listing = plan.store.listing(plan.run, plan.kinds[-1])
         only = plan.only_number
@@ -75,12 +77,12 @@ def find_version(plan: Plan) -> Version | None:
                 plan.if_number_taken,
                 next="choose another name for the run",
             )
-    elif accept := getattr(load(plan.stage), "accept", None):
+    elif accept := getattr(load_stage(plan.stage), "accept", None):
         accept(plan, version)
     return version
 
 
-def perform(call: Call, store: Store | None = None) -> Outcome:
+def find_or_make(call: Call, store: Store | None = None) -> Outcome:
     """Find the version or make it, in this process. Raises the stage's errors.
 
     Another process may make it meanwhile; then its version is returned. Under `torch.distributed`
@@ -92,7 +94,7 @@ def perform(call: Call, store: Store | None = None) -> Outcome:
     """
     started_at = time.monotonic()
     plan = plan_of(call, store)
-    stage = load(call.stage)
+    stage = load_stage(call.stage)
     version = None if call.force else find_version(plan)
     if version is None and call.share and not getattr(stage, "SHARED", False):
         raise ConfigError(
@@ -172,7 +174,7 @@ def run_call(
         python=call.where.python,
         online=call.where.online,
         env=env,
-        hold=call.where.hold,
+        resident=call.where.resident_engine,
         on_line=on_line,
         timeout=call.where.timeout_seconds,
         stopped=stopped,
@@ -220,9 +222,9 @@ def run_stage(
     }
     call = Call(stage, fields, opened.path, texts, into, force, share)
     try:
-        outcome = perform(call, opened) if in_process else find(call) or run_call(call)
+        outcome = find_or_make(call, opened) if in_process else find_outcome(call) or run_call(call)
     except BusyError as error:
-        if getattr(load(stage), "SHARED", False) and not force and not share:
-            error.next += "; or make all these calls with share=True, and they do it together"
+        if getattr(load_stage(stage), "SHARED", False) and not force and not share:
+            error.next += "; or make all these calls with share=True, so that they share the work"
         raise
     return opened.resolve(outcome.ref)

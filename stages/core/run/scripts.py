@@ -3,7 +3,7 @@
 The script limits the time of each answer by its own alarm, so nothing is left running. If a request
 ends the child, the next request starts another.
 
-    script = AskedScript(Path("worker.py"), memory=2 * 1024**3)
+    script = AskedScript(Path("script.py"), memory=2 * 1024**3)
     script.ask(b'{"text": "a"}\\n', "it did not end")     # {"text": …}, or {"error": …}
     script.close()
 """

@@ -7,9 +7,15 @@ A stage is a module with
     make(plan, writers)                         the work: writes shards and metrics
 
 `plan` imports no torch and starts no process. Once a config is resolved, it uses no network, reads
-no source and runs no user code. A stage knows nothing of processes, leases or Prefect: `runner`
-finds finished versions, holds the lease, and publishes the result. Asking a writer for a shard may
-raise CommittedByOther, if another process has finished the version; `make` must not catch it.
+no data source and runs no user code. A stage knows nothing of leases or Prefect: `runner` finds
+finished versions, holds the lease, and publishes the result. Of its process only optimize knows its
+rank (RANKS), and generate if it may stay resident (`stage_process`). Asking a writer for a shard
+may raise CommittedByOther, if another process has finished the version; `make` must not catch it.
+
+A plan's `inputs` are the versions that the run key counts with their whole content. Its `models`
+are manifest entries of the policies and reward models that compute: the run key counts only their
+hashes of weights, tokenizer, template and image processor, and a stage may blank one (prompt: the
+weights). Optimize's policy is in both, since training also continues from its optimizer state.
 
 A stage may also have
 
@@ -21,7 +27,9 @@ A stage may also have
     SHARED = True                               equal calls may divide its shards among them
     RANKS = True                                the ranks of torch.distributed do one call together
 
-These are looked up with `getattr`. `plan` resolves an unresolved config itself. Processes that
+These are looked up with `getattr`. `plan` resolves an unresolved config itself. A stage without
+`resolve` hashes the code and the reward models that its config names in each `plan` (reward:
+`with_fingerprints`), so that a function edited during a run makes a new version. Processes that
 share (SHARED) all have writers, and one of them publishes. Of ranks (RANKS) only rank 0 has
 writers.
 
@@ -29,6 +37,14 @@ writers.
 form. It takes no plan, because the plan of reward names rollouts and the plan of optimize names
 rewards, and neither exists yet. Known at that time are the config and the prompts: their columns,
 which are a function's arguments, and the text with which the chat template starts an answer.
+
+To add a stage, write
+
+    stages/NAME/stage.py                the module, and its row of MODULES in stages/__init__.py
+    schemas/KIND.py, schemas/refs.py    for each new kind a schema, and its entry of KINDS
+    flows/recipe.py                     its section, and a method that makes its Config
+    flows/sections.py                   its name in StageName, and its pool's key in Placement
+    flows/post_train.py                 its call by `perform`; in CHAIN if every iteration has it
 """
 
 from __future__ import annotations
@@ -64,7 +80,7 @@ class Stage(Protocol):
         """
 
 
-def load(name: str) -> Stage:
+def load_stage(name: str) -> Stage:
     """Return the module of a stage. Raises ConfigError if there is no such stage."""
     if name not in MODULES:
         raise ConfigError(
@@ -85,13 +101,19 @@ class RequiredRefs(dict):
 
 
 def is_made_alike(first: Manifest, second: Manifest) -> bool:
-    """Return True if one stage made both with one config, ignoring runtime knobs and inputs."""
+    """Return True if one stage made both with one config, ignoring runtime knobs and inputs.
+
+    False if the config has a key that this version of Quiver does not know.
+    """
     if (first.stage, first.stage_version) != (second.stage, second.stage_version):
         return False
     if first.config == second.config:
         return True
     if first.stage not in MODULES:
         return False
-    config_class = load(first.stage).Config
-    keys = [parse(config_class, each.config, each.ref).key() for each in (first, second)]
+    config_class = load_stage(first.stage).Config
+    try:
+        keys = [parse(config_class, each.config, each.ref).key() for each in (first, second)]
+    except ConfigError:
+        return False
     return keys[0] == keys[1]

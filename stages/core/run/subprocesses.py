@@ -106,7 +106,7 @@ class Process(subprocess.Popen):
                 self.wait(grace)
         except subprocess.TimeoutExpired:
             # it may be deep in a library's code, and its result is no longer needed
-            log.debug("process %d is killed: it did not end within %g s", self.pid, grace)
+            log.debug("killing process %d: it did not end within %g s", self.pid, grace)
         finally:  # a second signal must not keep the lifeline open
             self.kill()
             try:

@@ -178,7 +178,9 @@ def _lines_of(index: bytes) -> Mapping[int, bytes]:
     checksum, _, lines = index.partition(b"\n")
     if checksum != b"%08x" % zlib.crc32(lines):
         return {}
-    return {int(line.partition(b" ")[0]): line for line in lines.splitlines()}
+    with suppress(ValueError):
+        return {int(line.partition(b" ")[0]): line for line in lines.splitlines()}
+    return {}
 
 
 def _parse(line: bytes) -> Summary:

@@ -1,7 +1,4 @@
-"""The plan of a call: the versions to make, what they are made of, and their run key.
-
-Not of the spine: it is a record; the contract of a stage tells who makes it.
-"""
+"""The plan of a call: the versions to make, what they are made of, and their run key."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from quiver.schemas.manifest import Model, digest
+from quiver.schemas.manifest import ModelEntry, digest
 from quiver.stages.core.config import Config
 
 from .versions import Store, Version
@@ -31,7 +28,7 @@ class Plan:
     """Kinds that it makes, published in this order; the call returns the last one."""
     inputs: Mapping[str, Version] = field(default_factory=dict)
     """Versions that it reads, by role, in the manifest's order."""
-    models: tuple[Model, ...] = ()
+    models: tuple[ModelEntry, ...] = ()
     """Models that take part, identified by their hashes."""
     first_number: int = 1
     """Number of the version if its run has none of the last kind yet; optimize from policy@4: 5."""

@@ -183,6 +183,7 @@ def find_kept(
             continue
         if not store.exists(ref):  # it has a mark, so only a stage that began before can read it
             kept.versions.update({ref} & kept.read)
+            waiting += filter(None, [store.twin(ref)])
             continue
         kept.versions.add(ref)
         manifest = store.version(ref).manifest
@@ -452,8 +453,7 @@ def _marked(
                 if num_bytes:
                     mark = marks.read(store.storage, ref, name)
                     if mark is not None and not mark.keep:
-                        age = float("inf") if name == REMOVED else mark.seconds
-                        yield Expiring(ref, name, num_bytes), age
+                        yield Expiring(ref, name, num_bytes), mark.seconds
 
 
 def _data(store: Store, ref: Ref, mark: str) -> dict[str, int]:
@@ -498,7 +498,7 @@ def _sweep(store: Store, work: Work) -> bool:
     """Delete unfinished work. Returns False if a process has begun to work on it."""
     leases = Leases(store.storage, f"{work.prefix}.leases")
     with storage_errors(f"{work.run} unfinished work"):
-        # a process that starts meanwhile waits for this lease, or finds it taken; where the disk has
+        # a process that starts meanwhile waits for this lease, or finds it taken; if the disk has
         # no room for it, there is none for that process's lease either
         lease = None
         try:

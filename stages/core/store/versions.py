@@ -425,6 +425,22 @@ class Store:
         version.manifest  # noqa: B018  a torn manifest is found here, not later
         return version
 
+    def open_input(self, entry: Input) -> Version:
+        """Return an input of a version; if its data are gone, the version with the same content
+        that was made again. Raises LineageError or CorruptError."""
+        ref = refs.parse(entry.ref)
+        return self.open(ref if self.exists(ref) else self.twin(ref) or ref)
+
+    def twin(self, ref: Ref) -> Ref | None:
+        """Return the version that was made again after this one expired or was removed: by the same
+        work, with the same content. None if there is none. Raises CorruptError."""
+        if not self.has_manifest(ref):
+            return None
+        manifest = Version(ref, self.storage).manifest
+        other = self.find(ref.run, ref.kind, manifest.run_key)
+        is_twin = other is not None and other.manifest.content_hash == manifest.content_hash
+        return other.ref if is_twin and other.mark is None else None
+
     def find(
         self, run: str, kind: str, run_key: str, *, skip: int = 0, listing: Listing | None = None
     ) -> Version | None:

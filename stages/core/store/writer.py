@@ -60,7 +60,7 @@ from quiver.schemas.fields import kind_of
 from quiver.schemas.manifest import (
     FileEntry,
     Manifest,
-    Model,
+    ModelEntry,
     content_hash,
 )
 from quiver.schemas.refs import Ref, as_version
@@ -314,7 +314,7 @@ class Writer:
         *,
         metrics: dict[str, Any] | None = None,
         status: dict[str, int] | None = None,
-        models: tuple[Model, ...] | None = None,
+        models: tuple[ModelEntry, ...] | None = None,
         device: str = "cpu",
         ids: pa.ChunkedArray | None = None,
     ) -> None:

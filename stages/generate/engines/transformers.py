@@ -135,15 +135,17 @@ class TransformersEngine:
             set_attention(self.model, name, "generate.options.attn_implementation")
         types = types_of(self.model.config)
         if types & NOT_SAMPLED:
-            raise self._refusal("transformers reads its rows id by id otherwise than as a whole")
+            raise self._refusal(
+                "transformers gives other logprobs for a row read id by id than for the whole row"
+            )
         self._pads = not types & UNPADDED
         longest = setup.longest or setup.max_model_len
         limit = most_tokens_alike(self.model.config)
         if limit is not None and longest > limit:
             log.warning(
-                "engine transformers: rows may have %d ids, and beyond %d the positions of this "
-                "model (longrope) change for the whole row: the trainer gives other logprobs to "
-                "such rows; generate.max_model_len = %d leaves them out",
+                "engine transformers: rows may have %d ids, but beyond %d this model's positions "
+                "(longrope) change for the whole row, so the trainer gives such rows other "
+                "logprobs. Set generate.max_model_len = %d to leave them out",
                 longest,
                 limit,
                 limit,

@@ -192,7 +192,7 @@ class VllmEngine:
                 raise
             raise ConfigError(
                 "engine vllm",
-                f"takes no adapter like that of {model.ref}: {printable(error)}",
+                f"cannot load the adapter of {model.ref}: {printable(error)}",
                 next='train with optimize.lora.save = "merged" and leave options.lora out, or '
                 'set generate.engine = "transformers"',
             ) from error
@@ -350,7 +350,7 @@ class VllmEngine:
         if setup.max_model_len != self._max_model_len and "longrope" in str(self._architecture):
             return False
         policies = (before.policy, setup.policy)
-        tokenizers = {checkpoints.as_model("policy", policy).tokenizer for policy in policies}
+        tokenizers = {checkpoints.model_entry("policy", policy).tokenizer for policy in policies}
         if len(tokenizers) > 1 or _architecture(setup.policy) != self._architecture:
             return False
         # Loading needs room for the weights only, so the cache wakes up later.
@@ -408,8 +408,8 @@ def _completion(request: Request, output: Any) -> Completion:
     if request.pictures and list(output.prompt_token_ids) != request.prompt_ids.tolist():
         raise SchemaError(
             "engine vllm",
-            f"row {index}: it read other ids than the prompt with its pictures has, "
-            f"{len(output.prompt_token_ids)} in place of {len(request.prompt_ids)}",
+            f"row {index}: it read {len(output.prompt_token_ids)} other ids, the prompt with its "
+            f"pictures has {len(request.prompt_ids)}",
             next='set generate.engine = "transformers"',
         )
     ids = np.array(answer.token_ids, np.int32)

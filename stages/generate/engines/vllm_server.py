@@ -160,7 +160,7 @@ class VllmServerEngine:
         self.setup = setup
         self.options = parse(VllmServerOptions, setup.options, "generate.options")
         _refuse_what_no_server_takes(setup)
-        self._weights = checkpoints.as_model("policy", setup.policy).weights
+        self._weights = checkpoints.model_entry("policy", setup.policy).weights
         self._token = secret(self.options.token, "engine vllm-server")
         # Also counts servers that come up later.
         self.ahead = self.options.concurrency * len(self.options.urls)
@@ -290,7 +290,7 @@ class VllmServerEngine:
                     # 404: it has no model of that name any more
                     if getattr(error, "is_final", False) and error.status != 404:
                         problem = f"row {request.index}: {error}"
-                        advice = "correct generate.sampling, or start the server otherwise"
+                        advice = "correct generate.sampling, or start the server with other options"
                         self._outcomes.put(self._explained(server, error, problem, advice))
                     else:
                         self._retry(server, row, error)
@@ -409,8 +409,8 @@ class VllmServerEngine:
         )
         if completion.completion_ids.tolist() != 2 * [probe_id] or completion.logprobs.any():
             problem = (
-                "its logprobs are not those of the distribution that it samples from: the only id "
-                f"that was allowed has {completion.logprobs.tolist()}, expected 0.0"
+                "its logprobs do not belong to the distribution that it samples from: the only "
+                f"allowed id has {completion.logprobs.tolist()}, expected 0.0"
             )
             raise ConfigError(who, problem, next=advice)
         about_vllm = await self._get(server, client, "/version", _Version)
@@ -475,7 +475,7 @@ class VllmServerEngine:
             shown = ", ".join(sorted(labels))
             raise self._wrong_weights(server, f"weights that were loaded later, as {shown}")
         if not answer.request_id.endswith(name):
-            raise FailedError("it answered another request than the one that was asked")
+            raise FailedError("it answered another request")
         if [entry.token_id for entry in choice.logprobs.content] != choice.token_ids:
             raise FailedError("its logprobs are of other ids than its completion")
         if answer.usage.prompt_tokens != len(request.prompt_ids):
@@ -487,7 +487,7 @@ class VllmServerEngine:
         if not np.isfinite(logprobs).all() or _NO_LOGPROB in logprobs:
             raise NumericError(
                 "engine vllm-server",
-                f"row {request.index}: the logprob of an id is no number",
+                f"row {request.index}: the logprob of an id is not a number",
                 state=_STATE,
                 next="look at the server's log, and at the policy's weights",
             )

@@ -337,7 +337,7 @@ def read_template(path: str | None, key: str, sha256: str = "") -> str | None:
     try:
         template = read_file(Path(os.path.expanduser(path))).decode()
         if sha256 not in ("", digest(template)):
-            raise ValueError("it changed since it was planned")
+            raise ValueError("it has changed since the stage was planned")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{key} {printable(path)}",

@@ -1,1 +1,1 @@
-"""A model's forward pass over many rollouts at once, for training and for scoring."""
+"""A model's forward pass over many rollouts at once, for training and for logprobs."""

@@ -1,6 +1,6 @@
-"""Attention that keeps the rollouts of one row apart, and the hidden states it gives.
+"""Attention that keeps the rollouts of one strip apart, and the hidden states it gives.
 
-`shared`: a group's prompt is in the row once; each completion attends to it and to itself.
+`shared`: a group's prompt is in the strip once; each completion attends to it and to itself.
 `packed`: each rollout is a piece of its own, prompt included. In both modes attention runs over
 blocks of spans with similar lengths (layout.py has the picture). On a GPU it may run instead by
 torch's FlashAttention for sequences of any lengths, which needs no padding and reads no mask.
@@ -53,13 +53,13 @@ def block_attention(
     position_bias: Tensor | None = None,
     **options,
 ) -> tuple[Tensor, None]:
-    """Compute attention over one row, as transformers' interface calls it.
+    """Compute attention over one strip, as transformers' interface calls it.
 
     Args:
         module: Unused; part of the interface.
-        queries: [1, H, N, e].
-        keys: [1, h, N, e].
-        values: [1, h, N, e].
+        queries: [1, H, L, e].
+        keys: [1, h, L, e].
+        values: [1, h, L, e].
         attention_mask: Must be None.
         layout: The row's spans.
         scaling: Factor of the scores. Default: e ** -0.5.
@@ -69,7 +69,7 @@ def block_attention(
         position_bias: Must be None.
 
     Returns:
-        [1, N, H, e], and None for the attention weights.
+        [1, L, H, e], and None for the attention weights.
 
     Raises:
         NotImplementedError: An option is given that block attention cannot compute.
@@ -111,7 +111,7 @@ def attend_runs(
 ) -> Tensor:
     """Attend over all spans by torch's kernel for sequences of any lengths.
 
-    Queries [N, H, e], keys and values [N, h, e] -> [N, H, e]. The kernel aligns causality with the
+    Queries [L, H, e], keys and values [L, h, e] -> [L, H, e]. The kernel aligns causality with the
     last key, as a completion after its prompt needs. With a window of w, a query sees w keys, its
     own among them; the kernel's option counts only the keys before its own.
     """
@@ -273,7 +273,7 @@ def _unfold(states: Tensor, queries_per_key: int) -> Tensor:
 
 
 def _take(states: Tensor, index: Tensor) -> Tensor:
-    """Return rows `index` […] of [N, H, e]: […, H, e].
+    """Return rows `index` […] of [L, H, e]: […, H, e].
 
     It is an embedding lookup, whose gradient adds up rows far faster on a CPU than indexing's.
     """

@@ -1,7 +1,7 @@
 """Encoder-decoder models behind the same interface as causal ones.
 
 Prompts go to the encoder; the decoder reads [start] + completion[:-1]. Rows are padded only here,
-because the attention of these models does not support packed rows. Masks come from lengths, never
+because the attention of these models does not support strips. Masks come from lengths, never
 from ids: pad may equal the start or the end id. A prompt is encoded once for all its rollouts in a
 micro-batch. Micro-batches hold rollouts of similar length, and their budget counts padding too.
 Stored completions never hold the start id.

@@ -1,21 +1,21 @@
-"""The row: many prompts and completions side by side, and which tokens attend to which.
+"""The strip: many prompts and completions side by side, and which tokens attend to which.
 
-A micro-batch is one row of N tokens without padding, which predict n completion tokens. (N is the
-number of completion tokens in losses.py and batch.py.) Each piece puts its prompt into the row
-once, followed by the completions that continue it. Their positions continue from the end of the
-prompt. The last id of a completion is only ever a target, so it is not in the row.
+A micro-batch is one strip of L tokens without padding, which predict n completion tokens. Each
+piece puts its prompt into the strip once, followed by the completions that continue it. Their
+positions continue from the end of the prompt. The last id of a completion is only ever a target, so
+it is not in the strip. (A row, in `rows`, is the number of a rollout.)
 
     two pieces: prompt A with completions x x x and y y y y, prompt B with completion z z
 
     segment    A           x     y        B     z
     ids        A0 A1 A2    x0 x1 y0 y1 y2 B0 B1 z0
-    index       0  1  2     3  4  5  6  7  8  9 10     into the row
+    index       0  1  2     3  4  5  6  7  8  9 10     into the strip
     position    0  1  2     3  4  3  4  5  0  1  2
 
     target     x0 x1 x2    y0 y1 y2 y3    z0 z1        n = 9 completion tokens
     predictor   2  3  4     2  5  6  7     9 10        index of the token before the target
 
-A span is a stretch of the row whose tokens attend to each other, and to the prefix before them if
+A span is a stretch of the strip whose tokens attend to each other, and to the prefix before them if
 there is one. A rollout that is alone in its piece is one span:
 
     span       A (0-2)        x (3-4)    y (5-7)       B z (8-10)
@@ -24,7 +24,7 @@ there is one. A rollout that is alone in its piece is one span:
 In a rollout of several turns, x stands for sampled ids with the observations between them, which
 are no targets. A rewritten history begins a span without a prefix (turns.py has the picture).
 
-Attention never makes a mask over the whole row. It runs over blocks of spans with similar lengths
+Attention never makes a mask over the whole strip. It runs over blocks of spans with similar lengths
 (`Block`), or over all spans by one kernel for sequences of any lengths (`Runs`); see attention.py.
 """
 
@@ -42,7 +42,7 @@ from quiver.stages.model.turns import Turns, after_prompts
 
 from .gpu.choice import in_order
 from .packing import Piece
-from .pictures import Pictures, PicturesInRow, in_row
+from .pictures import Pictures, PicturesInStrip, in_strip
 
 _MASK_ITEMS = 32 * 1024 * 1024
 """Most items of one block's mask."""
@@ -69,7 +69,7 @@ class Sequences:
 
     @property
     def input_lengths(self) -> Tensor:
-        """[B] int64: tokens of each rollout in the row, after its prompt."""
+        """[B] int64: tokens of each rollout in the strip, after its prompt."""
         return self.turns.input_lengths if self.turns else self.completions.lengths - 1
 
     def take(self, rows: Sequence[int]) -> Sequences:
@@ -99,8 +99,9 @@ def prompt_numbers(prompts: Ragged, groups: Sequence[int]) -> list[int]:
 class Block:
     """Spans that attend together.
 
-    Row i of `queries` [n, q] and `keys` [n, k] indexes the row of tokens; short rows are padded
-    with index 0. Query t sees keys 0 … start[i] + t, so no real query ever sees padding.
+    `queries` [n, q] and `keys` [n, k] hold indices into the strip, one line for each span; short
+    lines are padded with index 0. Query t of span i sees its keys 0 … start[i] + t, so no real
+    query ever sees padding.
     """
 
     queries: Tensor
@@ -119,14 +120,14 @@ class Block:
         """
         if (window, dtype) not in self._masks:
             num_keys = self.keys.shape[1]
-            key_places = torch.arange(num_keys, device=self.keys.device)
-            query_places = torch.arange(self.queries.shape[1], device=self.keys.device)
-            last_seen = self.start[:, None] + query_places
+            key_numbers = torch.arange(num_keys, device=self.keys.device)
+            query_numbers = torch.arange(self.queries.shape[1], device=self.keys.device)
+            last_seen = self.start[:, None] + query_numbers
             # padding that sees no key would have NaN as its gradient, and 0 · NaN is NaN
             last_seen = last_seen.clamp(max=num_keys - 1)[..., None]
-            visible = key_places <= last_seen
+            visible = key_numbers <= last_seen
             if window is not None:
-                visible &= key_places > last_seen - window
+                visible &= key_numbers > last_seen - window
             zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
             self._masks[window, dtype] = zeros.masked_fill_(~visible, float("-inf"))[:, None]
         return self._masks[window, dtype]
@@ -134,15 +135,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Runs:
-    """All spans in the row's order, for a kernel that takes sequences of any lengths.
+    """All spans in the strip's order, for a kernel that takes sequences of any lengths.
 
-    The queries of span i are the tokens query_offsets[i] … query_offsets[i + 1] − 1 of the row, its
-    keys are the tokens `keys`[key_offsets[i]] … `keys`[key_offsets[i + 1] − 1].
+    The queries of span i are the tokens query_offsets[i] … query_offsets[i + 1] − 1 of the strip,
+    its keys are the tokens `keys`[key_offsets[i]] … `keys`[key_offsets[i + 1] − 1].
     """
 
     keys: Tensor
-    """[K] int64 index into the row; a prompt's tokens are repeated for each of its completions, and
-    once for the prompt itself."""
+    """[K] int64 index into the strip; a prompt's tokens are repeated for each of its completions,
+    and once for the prompt itself."""
     query_offsets: Tensor
     """[s + 1] int32, the first one 0"""
     key_offsets: Tensor
@@ -155,20 +156,20 @@ class Runs:
 
 @dataclass(frozen=True)
 class Layout:
-    """One micro-batch as one row of N tokens, and the tokens that predict the n completion tokens
+    """One micro-batch as one strip of L tokens, and the tokens that predict the n completion tokens
     of its rollouts."""
 
     ids: Tensor
-    """[1, N] int64"""
+    """[1, L] int64"""
     positions: Tensor
-    """[1, N] int64; the completions of a shared prompt all start at its length."""
+    """[1, L] int64; the completions of a shared prompt all start at its length."""
     blocks: tuple[Block, ...]
     gather: Tensor
-    """[N] position of each token's output in the blocks' queries, row after row."""
+    """[L] index of each token's output in the blocks' queries, laid end to end."""
     rows: Tensor
     """[b] int64, on the CPU: rollouts in the order of `targets`."""
     predictors: Tensor
-    """[n] index into the row: the token before the target."""
+    """[n] index into the strip: the token before the target."""
     targets: Tensor
     """[n] int64"""
     temperature: Tensor
@@ -177,20 +178,20 @@ class Layout:
     """Spans for the kernel for sequences of any lengths. If given, they replace `blocks`."""
     sequence_lengths: tuple[int, ...] = ()
     """For a single rollout with rewritten histories: the lengths of its sequences."""
-    pictures: PicturesInRow | None = None
+    pictures: PicturesInStrip | None = None
 
     @property
     def filling(self) -> tuple[int, int]:
-        """Padding positions of the row, and positions in all.
+        """Slots without a token, and slots in all.
 
-        The row has no padding. Padding inside attention's blocks is not counted.
+        The strip has no padding. Padding inside attention's blocks is not counted.
         """
         return 0, self.ids.numel()
 
 
 @dataclass(frozen=True)
 class Spans:
-    """Arrays of [s] int64, in the row's order.
+    """Arrays of [s] int64, in the strip's order.
 
     Span i is the lengths[i] tokens from starts[i] on; its prefix is the prefix_lengths[i] tokens
     from prefix_starts[i] on. A length of 0 means no prefix.
@@ -241,7 +242,7 @@ def make_layout(
 
     spans = make_spans(counts, prompt_lengths, input_lengths)
     if len(after.restarts):
-        spans = cut_spans(spans, after.restart_places(completion_starts))
+        spans = cut_spans(spans, after.restart_indices(completion_starts))
     blocks, gather = make_blocks(spans, device)
     return Layout(
         ids=_tensor(np.concatenate(segments, dtype=np.int64), device)[None],
@@ -254,7 +255,7 @@ def make_layout(
         temperature=_tensor(np.repeat(sequences.temperature.numpy()[rows], target_counts), device),
         runs=make_runs(spans, device) if varlen else None,
         sequence_lengths=tuple(spans.lengths.tolist()) if len(after.restarts) else (),
-        pictures=in_row(sequences.pictures, at_prompts, (rows, completion_starts), device),
+        pictures=in_strip(sequences.pictures, at_prompts, (rows, completion_starts), device),
     )
 
 
@@ -264,7 +265,7 @@ def make_spans(counts: np.ndarray, prompt_lengths: np.ndarray, input_lengths: np
     Args:
         counts: [p] rollouts of each piece.
         prompt_lengths: [p] tokens of each piece's prompt.
-        input_lengths: [b] tokens of each completion in the row.
+        input_lengths: [b] tokens of each completion in the strip.
     """
     first_rollouts = _starts(counts)
     prompt_segments = first_rollouts + np.arange(len(counts))
@@ -282,18 +283,18 @@ def make_spans(counts: np.ndarray, prompt_lengths: np.ndarray, input_lengths: np
 
 
 def _positions(spans: Spans) -> np.ndarray:
-    """Return [N] int64: the position of each token of the row in its own sequence."""
+    """Return [L] int64: the position of each token of the strip in its own sequence."""
     index_minus_position = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
     return np.arange(len(index_minus_position)) - index_minus_position
 
 
-def cut_spans(spans: Spans, places: np.ndarray) -> Spans:
-    """Cut the spans at `places` [r] of the row, where rewritten histories begin.
+def cut_spans(spans: Spans, restarts: np.ndarray) -> Spans:
+    """Cut the spans at the indices `restarts` [r] into the strip, where rewritten histories begin.
 
-    From each place on, the span has no prefix.
+    From each of them on, the span has no prefix.
     """
-    after = np.searchsorted(spans.starts, places, "right")
-    starts = np.insert(spans.starts, after, places)
+    after = np.searchsorted(spans.starts, restarts, "right")
+    starts = np.insert(spans.starts, after, restarts)
     lengths = np.diff(starts, append=spans.lengths.sum())
     prefixes = (np.insert(p, after, 0) for p in (spans.prefix_starts, spans.prefix_lengths))
     arrays = np.array([starts, lengths, *prefixes])
@@ -304,7 +305,7 @@ def make_blocks(spans: Spans, device: torch.device | str) -> tuple[tuple[Block, 
     """Return `spans` as blocks, longest first, and the index that restores their outputs' order."""
     blocks = []
     num_queries = 0
-    shifts = np.empty_like(spans.starts)  # from a token's index in the row to its index in blocks
+    shifts = np.empty_like(spans.starts)  # from a token's index in the strip to its index in blocks
     for members in _cut(spans):
         starts = spans.starts[members]
         prefix_lengths = spans.prefix_lengths[members]

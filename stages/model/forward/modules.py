@@ -69,7 +69,7 @@ def fuse_modules(model: nn.Module) -> int:
     for name, error in problems.items():
         log.warning("%s: its kernels do not run here (%s)", name, error)
     for name in sorted(others):
-        log.info("%s: runs without kernels, for they would compute something else", name)
+        log.info("%s: runs without kernels, because they would compute something else", name)
     return num_replaced
 
 
@@ -282,7 +282,7 @@ def _in_outline(layer: nn.Module, forward: Callable, states: Tensor) -> Tensor |
 
 
 def _layer(layer: nn.Module, is_narrow: bool, hidden_states: Tensor, **options: object) -> Tensor:
-    """[1, N, d] -> [1, N, d]"""
+    """[1, L, d] -> [1, L, d]"""
     states, normal = _add_and_normalize(layer.input_layernorm, is_narrow, hidden_states, None)
     attended, *_ = layer.self_attn(hidden_states=normal, **options)
     states, normal = _add_and_normalize(layer.post_attention_layernorm, is_narrow, states, attended)
@@ -463,7 +463,7 @@ def _with_rotation(own: types.FunctionType) -> types.FunctionType:
 def rotate(
     theirs: Callable, queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor, **options: int
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries [1, H, N, e] and keys [1, h, N, e] by cosines and sines [1, N, e].
+    """Rotate queries [1, H, L, e] and keys [1, h, L, e] by cosines and sines [1, L, e].
 
     `theirs` handles other shapes. Under autocast the outputs have its dtype, as attention's
     products need them.

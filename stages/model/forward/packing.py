@@ -2,11 +2,11 @@
 
 A piece is one prompt with some completions that follow it. If the prefix is shared, a group is one
 piece, or several if it is longer than the budget; otherwise each rollout is its own piece. Pieces
-go by best fit into rows of at most `budget` tokens; a longer piece gets a row for itself. The last
-id of a completion is only ever a target, so it is not in the row. Lengths and positions alone
-decide the order: the same rollouts give the same micro-batches.
+go by best fit into strips of at most `budget` tokens; a longer piece gets a strip for itself. The
+last id of a completion is only ever a target, so it is not in the strip. Lengths and positions
+alone decide the order: the same rollouts give the same micro-batches.
 
-Not of the spine: `layout` draws the resulting rows.
+Not of the spine: `layout` draws the resulting strips.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Piece:
 
     rows: tuple[int, ...]
     tokens: int
-    """Tokens that it takes in the packed row."""
+    """Tokens that it takes in the strip."""
 
 
 def make_pieces(
@@ -40,7 +40,7 @@ def make_pieces(
         rows: Rollouts to join, in order.
         prompt_numbers: Equal numbers mean equal prompt ids.
         prompt_tokens: Tokens of each prompt.
-        input_tokens: Tokens of each rollout in the row, after its prompt.
+        input_tokens: Tokens of each rollout in the strip, after its prompt.
         budget: Most tokens of a piece.
     """
     pieces: list[Piece] = []

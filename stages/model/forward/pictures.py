@@ -1,4 +1,4 @@
-"""Pictures in a row of ids: their features take the place of the embeddings of their ids.
+"""Pictures in a strip of ids: their features take the place of the embeddings of their ids.
 
     ids         <fake> <global> <image> <image> <image> <image> <fake>  what  is  …
     embeddings    e       e       f0      f1      f2      f3       e      e    e      f: features
@@ -25,7 +25,7 @@ from quiver.stages.model.ragged import Ragged
 Inputs = dict[str, Tensor]
 """Arguments of a model's `get_image_features`, for one picture or more."""
 At = tuple[np.ndarray, np.ndarray]
-"""[n] rollouts, and [n] the index in a row of tokens at which each begins."""
+"""[n] rollouts, and [n] the index in a strip at which each begins."""
 
 
 @dataclass(frozen=True)
@@ -144,26 +144,26 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class PicturesInRow:
-    """Pictures in a row of tokens, on the model's device."""
+class PicturesInStrip:
+    """Pictures in a strip, on the model's device."""
 
     inputs: tuple[Inputs, ...]
     """Inputs of each picture, once."""
     order: tuple[int, ...]
-    """Indices into `inputs` in the order in which the row shows them."""
+    """Indices into `inputs` in the order in which the strip shows them."""
     places: Tensor
-    """[m] int64: positions in the row of their features."""
+    """[m] int64: indices into the strip of their features."""
 
 
-def in_row(
+def in_strip(
     pictures: Pictures | None, prompts: At, completions: At, device: torch.device | str
-) -> PicturesInRow | None:
-    """Return the pictures in a row of tokens, or None if it has none.
+) -> PicturesInStrip | None:
+    """Return the pictures in a strip, or None if it has none.
 
     Args:
         pictures: Pictures of all rollouts.
-        prompts: Rollouts whose prompts are in the row, and where each prompt begins.
-        completions: Rollouts whose completions are in the row, and where each begins.
+        prompts: Rollouts whose prompts are in the strip, and where each prompt begins.
+        completions: Rollouts whose completions are in the strip, and where each begins.
         device: The model's device.
     """
     if pictures is None:
@@ -179,7 +179,7 @@ def in_row(
         for source, rows, starts in sources
         for places, start in zip(source.places.views(rows), starts, strict=True)
     ]
-    return PicturesInRow(
+    return PicturesInStrip(
         tuple(_moved(pictures.read([number]), device) for number in numbers.tolist()),
         tuple(order.tolist()),
         torch.from_numpy(np.concatenate(places)).to(device),
@@ -231,8 +231,8 @@ def join_pictures(tables: Sequence[tuple[Pictures | None, int]]) -> Pictures | N
     return Pictures(Shown.joined(in_prompts), Shown.joined(observed), read, token)
 
 
-def embed(model: nn.Module, ids: Tensor, pictures: PicturesInRow) -> Tensor:
-    """Return [1, N, d] the embeddings of a row of `ids` [1, N], with picture features put in.
+def embed(model: nn.Module, ids: Tensor, pictures: PicturesInStrip) -> Tensor:
+    """Return [1, L, d] the embeddings of a strip of `ids` [1, L], with picture features put in.
 
     Each picture is encoded once. Raises SchemaError if features and places differ in number.
     """
@@ -250,7 +250,7 @@ def image_features(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def put_features(embeddings: Tensor, places: Tensor, features: Tensor, name: str) -> Tensor:
-    """Return `embeddings` [N, d] with `features` [m, d] at `places` [m].
+    """Return `embeddings` [L, d] with `features` [m, d] at `places` [m].
 
     Raises SchemaError about `name` if their numbers differ.
     """

@@ -5,6 +5,8 @@ policy.set_mode("shared")              # or choose_mode(policy, …) of verify.p
 microbatches = policy.microbatches(rows, prompt_numbers, sequences, budget)
 for layout in policy.layouts(microbatches, sequences):
     logprobs, entropy, values = policy(layout)     # values: None without a value head
+
+Not of the spine: `layout` draws the rows, and the rest is the model's own forward pass.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +32,18 @@ from .precision import products
 from .projections import Group, casts, fuse_projections
 
 
+class Outputs(NamedTuple):
+    """What a pass gives for the completion tokens, [n] each."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    """Σ p² in its place if `Policy.collision`."""
+    values: Tensor | None
+    """None without a value head."""
+
+
 class Policy(nn.Module):
-    """A language model behind `forward(layout) -> logprobs [n], entropy [n], values [n] or None`.
+    """A language model behind `forward(layout) -> Outputs` of the layout's targets.
 
     If `autocast`, it runs under bfloat16 autocast (see precision.py). Causal and encoder-decoder
     models differ only in their layout (`layout`, `microbatches`) and their hidden states. A value
@@ -162,12 +174,8 @@ class Policy(nn.Module):
         ):
             yield
 
-    def forward(
-        self, layout: Layout | Pairs, *, frozen: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return logprobs, entropy and values of the layout's targets, in this order.
-
-        (The rows of `score_and_judge` have another order: logprobs, values, entropy.)
+    def forward(self, layout: Layout | Pairs, *, frozen: bool = False) -> Outputs:
+        """Return the outputs for the layout's targets.
 
         The entropy has no gradient unless `entropy_gradient`. If `frozen`, only the values have a
         gradient, for the value head and a trunk of its own.
@@ -187,10 +195,10 @@ class Policy(nn.Module):
                     collision=self.collision,
                 )
             if self.value_head is None:
-                return logprobs, entropy, None
+                return Outputs(logprobs, entropy, None)
             if self.value_trunk is not None:
                 hidden = self._hidden(self.value_trunk, layout)
-            return logprobs, entropy, self.value_head(hidden)
+            return Outputs(logprobs, entropy, self.value_head(hidden))
 
     def _hidden(self, trunk: nn.Module, layout: Layout | Pairs) -> Tensor:
         """Return [n, d] hidden states of `trunk` that predict the layout's targets."""
@@ -221,27 +229,27 @@ def token_budget(device: torch.device) -> int:
     return 8192 if device.type == "cuda" else 2048
 
 
-def score(policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Sequences) -> Tensor:
+def compute_logprobs(
+    policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Sequences
+) -> Tensor:
     """Return [N] float32 logprobs of the completion tokens of the rollouts in `microbatches`, on
     the CPU; 0 for other rollouts."""
-    return score_and_judge(policy, microbatches, sequences)[0]
+    return compute_outputs(policy, microbatches, sequences)[0]
 
 
 @torch.no_grad()
-def score_and_judge(
+def compute_outputs(
     policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Sequences
 ) -> Tensor:
-    """Return [3, N] float32, in the order logprobs, values, entropy (unlike `Policy.forward`).
+    """Return [3, N] float32 on the CPU, with one row for each of `Outputs`, in its order.
 
     Values are 0 without a value head; all three are 0 for other rollouts.
     """
-    scores = torch.zeros(3, int(sequences.completions.offsets[-1]))
+    outputs = torch.zeros(3, int(sequences.completions.offsets[-1]))
     with policy.context():
         for layout in policy.layouts(microbatches, sequences):
-            places = sequences.completions.positions(layout.rows)
-            logprobs, entropy, values = policy(layout)
-            scores[0, places] = logprobs.float().cpu()
-            scores[2, places] = entropy.float().cpu()
-            if values is not None:
-                scores[1, places] = values.float().cpu()
-    return scores
+            places = sequences.completions.places(layout.rows)
+            for row, output in zip(outputs, policy(layout), strict=True):
+                if output is not None:
+                    row[places] = output.float().cpu()
+    return outputs

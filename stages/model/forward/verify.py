@@ -31,7 +31,7 @@ from quiver.stages.model.turns import after_prompts
 from .attention import NAME, block_attention
 from .layout import Layout, Sequences, make_layout
 from .packing import Piece
-from .policy import Policy, score
+from .policy import Policy, compute_logprobs
 from .precision import layers_in_float32
 
 TOLERANCE = 2e-3
@@ -221,7 +221,8 @@ def largest_gap(
     policy.set_mode(mode)
     microbatches = policy.microbatches(range(len(expected)), prompt_numbers, sequences, 1 << 30)
     try:
-        logprobs = sequences.completions.with_values(score(policy, microbatches, sequences))
+        packed = compute_logprobs(policy, microbatches, sequences)
+        logprobs = sequences.completions.with_values(packed)
     except FAILURES as error:
         if says_no_memory(error):
             raise
@@ -243,7 +244,7 @@ def largest_gap(
 
 
 Call = tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]
-"""Arguments of one attention call in a layer: queries [1, H, N, e], keys and values [1, h, N, e],
+"""Arguments of one attention call in a layer: queries [1, H, L, e], keys and values [1, h, L, e],
 and the options."""
 
 

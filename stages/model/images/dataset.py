@@ -57,10 +57,10 @@ def load_pictures(
     if prompts is None and observed is None:
         return None
     sampler = rollouts.manifest.require_model("policy")
-    if sampler.processor != checkpoints.as_model("policy", policy).processor:
+    if sampler.processor != checkpoints.model_entry("policy", policy).processor:
         raise LineageError(
             str(rollouts.ref),
-            f"{sampler.ref} read its pictures by another processor than {policy.ref} has",
+            f"{sampler.ref} read its pictures with another processor than {policy.ref} has",
             next=f"name a policy with the processor of {sampler.ref}",
         )
     processor = load_processor(policy)

@@ -84,7 +84,7 @@ def main() -> None:
         except ValueError as error:
             answer = {"error": str(error)[:1000]}
         except Image.UnidentifiedImageError:
-            answer = {"error": f"is no picture of type {', '.join(FORMATS)}"}
+            answer = {"error": f"is not a picture of type {', '.join(FORMATS)}"}
         except Exception as error:  # a decoder may raise anything at hostile bytes
             answer = {"error": f"cannot be decoded: {type(error).__name__}: {error}"[:1000]}
         signal.setitimer(signal.ITIMER_REAL, 0)

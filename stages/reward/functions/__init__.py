@@ -309,40 +309,40 @@ class Shipped(NamedTuple):
 FUNCTIONS: dict[str, Shipped] = {
     "environment": Shipped(
         environment,
-        "what the environment gave in the turns of a rollout, summed up",
+        "sum of the environment's rewards over a rollout's turns",
         {},
     ),
     "exact_match": Shipped(
         exact_match,
-        "1 where the completion says the column `answer`",
+        "1 if the completion says the column `answer`",
         {"extract": "text, tag or boxed", "ignore_case": "false"},
         version=3,
         reference="answer",
     ),
     "numeric": Shipped(
         numeric,
-        "1 where the completion's number is the column `answer`",
+        "1 if the completion's number is the column `answer`",
         {"tolerance": "relative, 0 is exact"},
         version=2,
         reference="answer",
     ),
     "math": Shipped(
         verifiers.math,
-        "1 where the completion's mathematical answer equals the column `answer`",
+        "1 if the completion's mathematical answer equals the column `answer`",
         {},
         version=2,
         reference="answer",
     ),
     "choice": Shipped(
         choice,
-        "1 where the completion chooses the letter in the column `answer`",
+        "1 if the completion chooses the letter in the column `answer`",
         {"choices": "the letters, ABCD"},
         version=4,
         reference="answer",
     ),
     "format": Shipped(
         format,
-        "1 where the completion has the form that a pattern describes",
+        "1 if the completion has the form that a pattern describes",
         {
             "pattern": "a regular expression, or think_answer",
             "match": "full or search",
@@ -367,7 +367,7 @@ FUNCTIONS: dict[str, Shipped] = {
     ),
     "json_schema": Shipped(
         verifiers.json_schema,
-        "1 where the completion is JSON that the column or argument `schema` allows",
+        "1 if the completion is JSON that the column or argument `schema` allows",
         {"schema": "JSON text or a table", "find": "auto, text or fenced"},
         version=2,
         reference="schema",

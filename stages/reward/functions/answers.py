@@ -178,7 +178,7 @@ def as_text(right: Any) -> str:
         return "true" if right else "false"
     if isinstance(right, int | float | Decimal):
         if not math.isfinite(right):
-            raise ValueError(f"the answer is {right}, which is no number")
+            raise ValueError(f"the answer is {right}, which is not a number")
         return str(right)
     if isinstance(right, datetime.date | datetime.time):
         return right.isoformat()
@@ -208,7 +208,7 @@ def as_number(right: Any) -> Number:
             "only: write one number, or mark it as in #### 7"
         )
     if number.value is None:
-        raise ValueError(f"the answer {right!r} is no plain number: use the function math")
+        raise ValueError(f"the answer {right!r} is not a plain number: use the function math")
     return number._replace(grouped=None)
 
 

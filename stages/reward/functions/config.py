@@ -64,9 +64,11 @@ class FunctionConfig(ScorerConfig):
             if arguments.get("sandbox_url"):
                 refuse_url(arguments["sandbox_url"], needs_tls=bool(token))
         if ":" not in section["use"] and section.get("style", "quiver") != "quiver":
-            raise ValueError("style is of a function of yours, module:function or file.py:function")
+            raise ValueError(
+                "style applies only to your own function, module:function or file.py:function"
+            )
         if section.get("style") == "verl" and section.get("scope") == "group":
-            raise ValueError("a function of style verl is given one row a call: leave scope out")
+            raise ValueError("a function of style verl is given one row per call: leave scope out")
         return {**section, "name": section.get("name") or section["use"].rpartition(":")[2]}
 
     def key(self) -> dict[str, Any]:
@@ -77,13 +79,13 @@ class FunctionConfig(ScorerConfig):
 
 
 def fingerprint(config: FunctionConfig, *, remembered: bool = True) -> str:
-    """Return the hash of a user's source, or the version of a shipped function with the hash of the
+    """Return the hash of a user's code, or the version of a shipped function with the hash of the
     model that it reads. No user code runs.
 
     Args:
         remembered: If true, a remembered hash of the model is enough.
 
-    Raises ConfigError or SecurityError if the source is missing, or if a model that it names is not
+    Raises ConfigError or SecurityError if the code is missing, or if a model that it names is not
     whole.
     """
     if config.is_shipped:

@@ -2,7 +2,7 @@
 embedding model.
 
 Refused: texts that are longer than the model reads (unless `cut` is set), models without
-safetensors, code in a model. Each worker loads the model once, on the CPU, in float32.
+safetensors, code in a model. Each process loads the model once, on the CPU, in float32.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _embed(texts: list[str], model: str, pooling: str, cut: bool) -> torch.Tenso
     length = max(map(len, rows))
     if length > longest:
         raise ValueError(
-            f"a text has {length} tokens, the embedding model reads {longest}; arguments = {{ cut "
-            "= true }} reads so far"
+            f"a text has {length} tokens, the embedding model reads {longest}; arguments = "
+            "{ cut = true } reads only that many"
         )
     embeddings = []
     for start in range(0, len(rows), _BATCH):  # sorted by length, so little is padded
@@ -85,13 +85,13 @@ def model_hash(arguments: dict[str, Any], remembered: bool) -> str:
     """Return the hash of the model that `arguments` name, remembered or computed; empty if they
     name none. Raises ConfigError or SecurityError if the model is not whole."""
     from quiver.schemas.manifest import digest
-    from quiver.stages.model.checkpoints import find_folder, folder_as_model
+    from quiver.stages.model.checkpoints import find_folder, folder_model_entry
 
     if not arguments.get("model"):
         return ""
     name = str(arguments["model"])
     folder = find_folder(name, None, _FIELD)
-    entry = folder_as_model("similarity", name, folder, remembered=remembered)
+    entry = folder_model_entry("similarity", name, folder, remembered=remembered)
     return digest([entry.weights, entry.tokenizer])
 
 

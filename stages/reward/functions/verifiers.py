@@ -64,7 +64,7 @@ def _math(text: str, right: Any) -> float:
         if boxed_integer:
             return float(int(boxed_integer[1]) == int(right))
     if _DATE.fullmatch(right):
-        raise ValueError(f"the answer {right!r} is a date, no formula: use exact_match")
+        raise ValueError(f"the answer {right!r} is a date, not a formula: use exact_match")
     place, marked_right = marked(text), marked(right)
     given = text.strip() if place is None else place
     expected = right if marked_right is None else marked_right

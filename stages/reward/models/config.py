@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, field_validator, model_validator
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.manifest import Model, digest
+from quiver.schemas.manifest import ModelEntry, digest
 from quiver.stages.core.config import Runtime
 from quiver.stages.model import checkpoints, vllm_env
 from quiver.stages.model.chat.template import read_template
@@ -118,8 +118,8 @@ class ModelConfig(ScorerConfig):
         for name in foreign:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{name} is no field of kind {self.kind!r}: leave it out, or choose the other "
-                    "kind"
+                    f"{name} is not a field of kind {self.kind!r}: leave it out, or choose the "
+                    "other kind"
                 )
         if self.engine_args and self.engine != "vllm":
             raise ValueError(f"engine_args are for engine 'vllm', got engine {self.engine!r}")
@@ -182,7 +182,7 @@ def check(config: ModelConfig) -> ModelFolder:
         }
         labels = [str(label_of[number]) for number in sorted(label_of, key=int)]
     except (TypeError, ValueError, KeyError) as error:
-        problem = f"config.json: its labels cannot be told: {printable(error)}"
+        problem = f"config.json: its labels cannot be read: {printable(error)}"
         raise ConfigError(config.title, problem, next="name another model") from None
     if config.engine == "vllm":
         vllm_env.find_build(config.title)
@@ -220,7 +220,7 @@ def _choose_label(config: ModelConfig, labels: list[str]) -> int:
     )
 
 
-def model_entry(config: ModelConfig, *, remembered: bool = True) -> Model:
+def model_entry(config: ModelConfig, *, remembered: bool = True) -> ModelEntry:
     """Return the manifest's entry of a model.
 
     Args:
@@ -230,12 +230,12 @@ def model_entry(config: ModelConfig, *, remembered: bool = True) -> Model:
     """
     model = check(config)
     role = f"reward:{config.name}"
-    entry = checkpoints.folder_as_model(role, config.model, model.folder, remembered=remembered)
+    entry = checkpoints.folder_model_entry(role, config.model, model.folder, remembered=remembered)
     if model.template is None:
         return entry
     return entry.model_copy(update={"template": digest(model.template)})
 
 
-def fingerprint(entry: Model) -> str:
+def fingerprint(entry: ModelEntry) -> str:
     """Return the hash of weights, tokenizer and template: another model scores anew."""
     return f"sha256:{digest([entry.weights, entry.tokenizer, entry.template])}"

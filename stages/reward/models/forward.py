@@ -1,7 +1,7 @@
 """Run a reward model over many inputs with transformers, without padding if the architecture allows
 it. Look here for the numerics of reward models.
 
-A decoder reads the inputs of one prompt as one packed row that holds their common beginning once
+A decoder reads the inputs of one prompt as one strip that holds their common beginning once
 (`shared`), or packed one after another (`packed`). If its attention cannot be cut into blocks,
 inputs of similar length are padded to the longest (`padded`). The value comes from the hidden state
 of an input's last id. Its length locates that id, not the pad id, which may be an end token. A way
@@ -97,7 +97,7 @@ class Forward:
             self.way = self.way or self._choose_way(inputs, groups)
             values = self._run(self.way, inputs, groups)
             broken = (~values.isfinite()).any(1).nonzero()[:, 0].tolist()
-            if broken and self.way != "single":  # in a packed row one input's NaN can reach others
+            if broken and self.way != "single":  # in a strip one input's NaN can reach others
                 values[broken] = self._run("single", [inputs[row] for row in broken], broken)
             return values.cpu()
 

@@ -125,8 +125,8 @@ class ModelScorer:
             raise ConfigError(
                 config.title,
                 "each input ends with its pad token "
-                f"{printable(self._tokenizer.decode([last]))!r}: transformers takes the logit "
-                "of the token before, vLLM that of the last",
+                f"{printable(self._tokenizer.decode([last]))!r}: transformers takes the logit of "
+                "the token before, vLLM of the last",
                 next='set pooling = "last_not_pad" (transformers; most models trained with it) or '
                 '"last"',
             )
@@ -332,7 +332,7 @@ def _prefill(prompts: Version, row: dict[str, Any], starts: Mapping[str, str | N
             f"{prompts.ref} prompt {printable(row['group_id'])}",
             "cannot tell how much of its text is the beginning of the answer: its template shows "
             "no turn of an assistant, or the prompts were rendered before that was noted",
-            next='set prefill of the reward model or server: "" where the policy was given '
+            next='set prefill of the reward model or server: "" if the policy was given '
             "nothing to continue",
         )
     return beginning

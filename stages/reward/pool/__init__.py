@@ -1,1 +1,1 @@
-"""Functions in worker processes: a row that hangs, crashes or prints endlessly fails alone."""
+"""Functions in their own processes: a row that hangs, crashes or prints endlessly fails alone."""

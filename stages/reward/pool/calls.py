@@ -1,7 +1,7 @@
-"""Call reward functions inside a worker: arguments are given by name, and the returned values are
-read. Look here for what counts as a valid return value.
+"""Call reward functions inside a `UserProcess`: give arguments by name, and read what is returned.
+Look here for what counts as a valid return value.
 
-The requests to the worker (see `answering`), and their answers:
+The requests to the process (see `answering`), and their answers:
 
     {"key": …, "load": {use, name, arguments, extra, …}}
                                                   → {"about": […], "error": {…}}, one of them null
@@ -42,7 +42,7 @@ from quiver.schemas.errors import (
 )
 from quiver.stages.core import plugins
 from quiver.stages.core.run.answering import no_copies
-from quiver.stages.core.run.workers import memory_limit
+from quiver.stages.core.run.user_process import memory_limit
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.pool.habits import LOGS, About, adapted
 from quiver.stages.reward.scoring import LARGEST, Part, as_extra
@@ -52,7 +52,7 @@ Columns = dict[str, list[Any]]
 Send = Callable[[dict[str, Any]], None]
 
 
-class Host:
+class Answerer:
     """The functions that this process has loaded, by key."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Host:
         self, function: Function, request: dict[str, Any], send: Send
     ) -> list[list[Any]]:
         """Call an async function, and return the rows that were not sent before."""
-        import asyncio  # slow to import, and most workers do not need it
+        import asyncio  # slow to import, and most processes do not need it
 
         finished: list[list[Any]] = []
 
@@ -133,7 +133,7 @@ class Function(NamedTuple):
     arguments: dict[str, Any]
     about: About
     extra: bool = False
-    source: str = ""
+    file: str = ""
     """A user's file, whose lines errors point to."""
     of_group: bool = False
     """True if all rows of a call belong together, so that they are never called one by one."""
@@ -154,18 +154,18 @@ def load(
 ) -> Function:
     """Return the function that a recipe names. Raises ConfigError if it does not exist or cannot
     take the arguments."""
-    source = ""
+    file = ""
     if ":" in use:
         function, sha256 = plugins.load(use, "reward.functions.use")
         fingerprint = f"sha256:{sha256}"
-        source = str(plugins.locate(use, "reward function"))
+        file = str(plugins.locate(use, "reward function"))
     else:
         function = shipped(use).function
         fingerprint = shipped(use).fingerprint(arguments)
     about = describe(function, name, arguments, fingerprint)
     function = adapted(function, style, arguments, extra)
     arguments = {} if style == "verl" else arguments
-    return Function(function, arguments, about, extra, source, of_group=scope == "group")
+    return Function(function, arguments, about, extra, file, of_group=scope == "group")
 
 
 def describe(
@@ -254,9 +254,10 @@ def _call_once(
         with _surroundings():
             returned = function.call(**function.keywords(columns))
         return read(returned, num_rows, function.extra)
-    # SystemExit and KeyboardInterrupt too: they come from the function, no user interrupts a worker
+    # SystemExit and KeyboardInterrupt too: they come from the function, since no user interrupts
+    # this process
     except BaseException as error:
-        return [_raised(error, function.source)] * num_rows, None
+        return [_raised(error, function.file)] * num_rows, None
 
 
 async def call_together(
@@ -269,7 +270,7 @@ async def call_together(
 ) -> None:
     """Call an async function for each row (or for the one group). At most `at_once` calls wait
     together, each for at most `seconds`. `report` is called as each row is done."""
-    import asyncio  # slow to import, and most workers do not need it
+    import asyncio  # slow to import, and most processes do not need it
 
     gate = asyncio.Semaphore(at_once)
 
@@ -279,7 +280,7 @@ async def call_together(
                 returned = await function.call(**function.keywords(pick(columns, rows)))
             return read(returned, len(rows), function.extra)[0]
         except BaseException as error:
-            return [_raised(error, function.source)] * len(rows)
+            return [_raised(error, function.file)] * len(rows)
 
     async def call_in_time(rows: range) -> None:
         async with gate:
@@ -321,15 +322,15 @@ def late(seconds: float) -> Part:
     return Part(error=f"TimeoutError: no answer within {seconds:g} s")
 
 
-def _raised(error: BaseException, source: str = "") -> Part:
+def _raised(error: BaseException, file: str = "") -> Part:
     """Return the part of a row in which `error` was raised, with the line in the folder of
-    `source`."""
+    `file`."""
     text = "".join(traceback.format_exception_only(error)).strip()
     text = printable(text[:1000])  # cut first: the text may be very long
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         folder, name = os.path.split(frame.f_code.co_filename)
-        if source and folder == os.path.dirname(source):
+        if file and folder == os.path.dirname(file):
             place = f" ({printable(name)}:{line})"
     if isinstance(error, TypeError) and "string indices must be integers" in text:
         place += '; with completions = "messages" a completion is [{"role", "content"}], not text'
@@ -340,7 +341,7 @@ def _raised(error: BaseException, source: str = "") -> Part:
 
 
 def memory_allowance(limit: int) -> str:
-    """Describe a worker's memory limit, in bytes, and the key that raises it."""
+    """Describe a process's memory limit, in bytes, and the key that raises it."""
     return f"a reward worker may have {limit / 2**30:.3g} GiB, reward.max_memory_gib"
 
 

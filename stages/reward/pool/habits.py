@@ -69,7 +69,7 @@ def require(config: FunctionConfig, needs: Iterable[str], columns: Iterable[str]
     if config.style == "quiver" and "solution_str" in {*needs} - {*columns, *config.columns}:
         raise ConfigError(
             owner,
-            "needs solution_str, which verl gives: it is written for one row a call",
+            "needs solution_str, which verl gives: it is written for one row per call",
             next='set style = "verl" for it',
         )
     parameters = dict.fromkeys([*needs, *config.columns])
@@ -91,7 +91,8 @@ def require_sent(config: FunctionConfig, needs: Iterable[str], batch: Batch) -> 
             raise ConfigError(
                 f"reward function {config.name}",
                 f"needs {column}, which the request does not hold",
-                next=f"name {column} in reward.servers.columns where the request is made",
+                next=f"name {column} in reward.servers.columns of the recipe that sends the "
+                "request",
             )
 
 
@@ -130,7 +131,7 @@ def _find(column: str, batch: Batch) -> list[Any] | None:
     return [cell.get(field) if isinstance(cell, Mapping) else None for cell in cells]
 
 
-# -- in a worker
+# -- in the process of a function
 
 
 def adapted(function: Callee, style: str, arguments: dict[str, Any], extra: bool) -> Callee:

@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from typing import Any
 
-from quiver.stages.core.run.workers import Ended, Late
+from quiver.stages.core.run.user_process import Ended, Late
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool.calls import late
 from quiver.stages.reward.pool.habits import About
@@ -60,7 +60,8 @@ class Function:
         if not self.is_told:
             self.is_told = True
             log.warning(
-                "%s: a call on %d rows failed (%s); where one does, its rows are called one by one",
+                "%s: a call on %d rows failed (%s); after a failed call, its rows are called one "
+                "by one",
                 self.config.name,
                 num_rows,
                 why,
@@ -123,7 +124,9 @@ class Job:
                 rows_per_second = num_rows / max(seconds, 1e-9)
                 longest = min(_CALL_SECONDS, self.function.batch_seconds / 3)
                 size = min(size, num_rows * _GROWTH, int(longest * rows_per_second))
-                if workers > 1:  # small last calls, so that all workers end at about the same time
+                if (
+                    workers > 1
+                ):  # small last calls, so that all processes end at about the same time
                     shortest = int(_SHORTEST_CALL_SECONDS * rows_per_second)
                     size = min(size, max(math.ceil(unasked / (2 * workers)), shortest))
             self._next_row = min(start + max(1, size), len(self.parts))

@@ -1,16 +1,16 @@
-"""A pool of worker processes for reward functions. Rows are dealt out in calls of about a second,
-and rows of a call that failed are called alone.
+"""A pool of processes for reward functions. Rows are dealt out in calls of about a second, and rows
+of a call that failed are called alone.
 
     with Pool(workers=2) as pool:
         scorer = FunctionScorer(FunctionConfig(use="numeric"), pool, 256)
         pool.describe(scorer)
         parts = pool.run(scorer, {"completions": [...], "answer": [...]}, rollout_ids)
 
-A worker's first call of a function has one row; later calls grow with the measured speed. A call on
-several rows has at most BATCH_SECONDS. If it takes longer, or its process ends, the process is
-killed. Each of the rows is then called alone, with the function's own `timeout_seconds`. So a row
-that hangs fails alone, and costs at most that time + BATCH_SECONDS and the start of a process; a
-slow row succeeds. Results do not depend on the number of workers or the sizes of calls.
+The first call of a function in a process has one row; later calls grow with the measured speed. A
+call on several rows has at most BATCH_SECONDS. If it takes longer, or its process ends, the process
+is killed. Each of the rows is then called alone, with the function's own `timeout_seconds`. So a
+row that hangs fails alone, and costs at most that time + BATCH_SECONDS and the start of a process;
+a slow row succeeds. Results do not depend on the number of processes or the sizes of calls.
 
 A process loads a function when it first calls it.
 """
@@ -30,19 +30,26 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import ConfigError, ResourceError, from_dict, printable
-from quiver.stages.core.run.workers import Ended, Killed, Late, Surplus, Worker, share_of_memory
+from quiver.stages.core.run.user_process import (
+    Ended,
+    Killed,
+    Late,
+    Surplus,
+    UserProcess,
+    share_of_memory,
+)
 from quiver.stages.reward.pool import calls, jobs
 from quiver.stages.reward.scoring import LARGEST, Part
 
 LOAD_SECONDS = 120.0
 LOAD_ATTEMPTS = 3
 """Processes in a row that a signal may end while they import a function."""
-_LATE_SECONDS = 0.5  # in which an async function's worker may report that a row took too long
+_LATE_SECONDS = 0.5  # in which an async function's process may report that a row took too long
 log = logging.getLogger(__name__)
 
 
 class Loaded(BaseModel):
-    """A worker's answer to a request to load a function."""
+    """A process's answer to a request to load a function."""
 
     about: calls.About | None
     error: dict[str, str] | None
@@ -50,7 +57,7 @@ class Loaded(BaseModel):
 
 
 class Answer(BaseModel):
-    """A worker's answer to a call, or a piece of it."""
+    """A process's answer to a call, or a piece of it."""
 
     parts: list[
         tuple[
@@ -67,8 +74,8 @@ class Answer(BaseModel):
     """Reason why the call on all rows failed, if the rows were then called one by one."""
 
 
-class ScoringWorker(Worker):
-    """A process in which reward functions run (see `calls.Host`)."""
+class FunctionProcess(UserProcess):
+    """A process in which reward functions run (see `calls.Answerer`)."""
 
     def __init__(self, memory_bytes: int) -> None:
         """Start the process with at most `memory_bytes` of private memory."""
@@ -95,7 +102,7 @@ class NotLoaded(Exception):
 
 
 class Pool:
-    """A pool of worker processes, plus one for each async function.
+    """A pool of processes, plus one for each async function.
 
     Args:
         workers: Number of processes. Default: one per core.
@@ -108,9 +115,9 @@ class Pool:
         if memory_gib is not None:
             self._memory_bytes = int(memory_gib * 2**30)
         self._lock = threading.Lock()
-        self._processes: set[ScoringWorker] = set()
+        self._processes: set[FunctionProcess] = set()
         self._closing = False
-        self._idle = queue.SimpleQueue[ScoringWorker | None]()
+        self._idle = queue.SimpleQueue[FunctionProcess | None]()
         """Processes that wait for a call. None: a process that is not started yet."""
         self._num_places = 0
         for _ in range(self.workers):
@@ -206,7 +213,7 @@ class Pool:
             job.done.set()
 
     @contextmanager
-    def _process(self, function: jobs.Function) -> Iterator[ScoringWorker]:
+    def _process(self, function: jobs.Function) -> Iterator[FunctionProcess]:
         """Wait for an idle process, or start one. The process is ended if the block raises."""
         process = self._idle.get()
         is_sound = False
@@ -215,7 +222,7 @@ class Pool:
                 with self._lock:
                     if self._closing:
                         raise _closed()
-                    process = ScoringWorker(self._memory_bytes)
+                    process = FunctionProcess(self._memory_bytes)
                     self._processes.add(process)
             try:
                 yield process
@@ -235,7 +242,7 @@ class Pool:
                     self._processes.discard(process)
             self._idle.put(process if is_sound else None)
 
-    def _load(self, process: ScoringWorker, function: jobs.Function) -> None:
+    def _load(self, process: FunctionProcess, function: jobs.Function) -> None:
         """Load the function in a process, once.
 
         Raises:
@@ -291,7 +298,7 @@ class Pool:
         function.kills = 0
         process.last_calls[function] = (0, 0.0)
 
-    def _call(self, process: ScoringWorker, job: jobs.Job, rows: range) -> None:
+    def _call(self, process: FunctionProcess, job: jobs.Job, rows: range) -> None:
         """Make one call. Raises Late or Ended; rows answered before that are kept."""
         function = job.function
         config = function.config
@@ -308,7 +315,7 @@ class Pool:
         deadline = time.monotonic() + limit + (_LATE_SECONDS if is_async else 0)
         seconds_of_call = None
         while seconds_of_call is None:
-            # an async function's worker sends pieces all the time, however long the rows take
+            # an async function's process sends pieces all the time, however long the rows take
             beats = is_async and is_batch
             patience = jobs.BATCH_SECONDS if beats else deadline - time.monotonic()
             answer = process.ask(request, patience, Answer)
@@ -331,7 +338,7 @@ def _closed() -> ResourceError:
     return ResourceError("reward workers", "were closed while rows were scored", next="run again")
 
 
-def _log_printed(process: ScoringWorker, function: jobs.Function) -> None:
+def _log_printed(process: FunctionProcess, function: jobs.Function) -> None:
     for line in process.printed().splitlines():
         if line.strip():
             log.info("%s: %s", function.config.name, printable(line, 1000))

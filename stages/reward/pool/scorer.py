@@ -1,5 +1,4 @@
-"""Reward functions as a scorer: shipped ones and the user's own, called in a pool of worker
-processes."""
+"""Reward functions as a scorer: shipped ones and the user's own, called in a pool of processes."""
 
 from __future__ import annotations
 
@@ -90,6 +89,6 @@ def no_groups(name: str) -> ConfigError:
     """Return the error for a function of scope `group` if rows do not come in groups."""
     return ConfigError(
         f"reward function {name}",
-        "has scope group, and here rows are scored as they come",
-        next="leave scope out, or score by it in the recipe itself",
+        "has scope group, but here rows are scored as they arrive",
+        next="leave scope out, or use the function in the recipe itself",
     )

@@ -148,7 +148,7 @@ class ServerConfig(ScorerConfig):
         try:
             groups = re.compile(pattern).groups
         except re.error as error:
-            raise ValueError(f"is no regular expression: {error}") from None
+            raise ValueError(f"is not a regular expression: {error}") from None
         if pattern and groups != 1:
             raise ValueError(f"must have one group, which is the number, got {groups}")
         return pattern

@@ -61,7 +61,7 @@ def test_runtime_knobs_are_not_in_the_key():
         ({"shards": "many"}, "shards: Input should be a valid integer"),
         (
             {"sampling": {"temperature": float("nan")}},
-            "sampling.temperature is no finite number",
+            "sampling.temperature is not a finite number",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from quiver.flows.look.paired import find_evaluations
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.evaluate.comparison import compare
 from quiver.stages.evaluate.estimators import bootstrap_interval
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from tests.stages.evaluate.held import ask, evaluate, score, write
 
 
@@ -24,7 +24,7 @@ def evaluated(store, policy):
     def make(run, scores, prefix="", **config):
         texts = {f"{prefix}{number}": question for number, question in enumerate(scores)}
         groups = dict(zip(texts, scores.values(), strict=True))
-        models = (as_model("policy", policy),)
+        models = (model_entry("policy", policy),)
         asked = ask(store, texts, f"{run}.eval")
         scored = score(store, groups, asked, f"{run}.eval", models=models)
         return evaluate(store, scored, into=run, **config)

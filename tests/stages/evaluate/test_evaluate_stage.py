@@ -66,7 +66,7 @@ def test_what_cannot_be_estimated_is_an_error(store):
     with pytest.raises(ConfigError, match=words):
         evaluate(store, scored, k=(3,))
     for k in ((0,), (2, 2)):
-        with pytest.raises(ValueError, match="at least 1 and stands once"):
+        with pytest.raises(ValueError, match="at least 1 and occur once"):
             Config(k=k)
 
 
@@ -115,7 +115,7 @@ def test_an_evaluation_that_was_scored_otherwise_is_no_baseline(store):
     base = evaluated()
     assert evaluated(base, workers=2).manifest.metrics["difference"]["score"]["score"] == 0
     for changed in ({"weight": 2.0}, {"stage": "override"}):
-        words = "is no baseline: it was scored otherwise, by held/rewards@2"
+        words = "cannot be the baseline: it was scored differently, by held/rewards@2"
         with pytest.raises(LineageError, match=words):
             evaluated(base, **changed)
 
@@ -125,13 +125,15 @@ def test_an_evaluation_of_other_prompts_or_scores_is_no_baseline(store):
     scored = score(store, {"a": [1.0], "b": [None]}, held_out)
     for prompts in (ask(store, {"a": "?", "c": "?"}), None):
         foreign = evaluate(store, score(store, {"a": [1.0], "b": [0.0]}, prompts))
-        words = r"is no baseline: its prompts are .*, expected held/prompts@1"
+        words = r"cannot be the baseline: its prompts are .*, expected held/prompts@1"
         with pytest.raises(LineageError, match=words):
             evaluate(store, scored, foreign)
     with pytest.raises(LineageError, match="its prompts are unknown"):
         evaluate(store, scored, held_out)
     strict = evaluate(store, scored, threshold=0.5)
-    with pytest.raises(LineageError, match=r"is no baseline: it measured .*0.5.*expected .*1.0"):
+    with pytest.raises(
+        LineageError, match=r"cannot be the baseline: it measured .*0.5.*expected .*1.0"
+    ):
         evaluate(store, scored, strict)
     other = evaluate(store, score(store, {"a": [None], "b": [1.0]}, held_out))
     with pytest.raises(NumericError, match="no prompt has a score here and in"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from tests.stages.reward.fake_server import Asked, FakeServer, reply
 
 WORDS = "the engine core is dead"
@@ -26,7 +26,7 @@ class FakeVllm(FakeServer):
 
     def __init__(self, policy) -> None:
         super().__init__(self._behave)
-        self.card = {"id": as_model("policy", policy).weights, "root": "/models/there"}
+        self.card = {"id": model_entry("policy", policy).weights, "root": "/models/there"}
         self.card |= {"parent": None, "max_model_len": 256}
         self.labels = ["default"]
         """Labels of the weights of every answer, one for each span of ids."""

@@ -22,7 +22,6 @@ GAME = '''
 import json
 import os
 import random
-import time
 
 
 class Guess:

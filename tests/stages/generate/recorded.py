@@ -23,7 +23,7 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.generate.texts import Texts
 from quiver.stages.model.chat.control_tokens import Guard
 from quiver.stages.model.chat.template import Template
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from quiver.stages.turns.bridge import Bridge
 from quiver.stages.turns.config import Turns
 from quiver.stages.turns.episode import Episode, Setting
@@ -178,7 +178,7 @@ def _record(
                 }
             )
     config = Settings(turns=setting.limits.model_dump(mode="json"), sampling={"max_tokens": 64})
-    models = (as_model("policy", policy),)
+    models = (model_entry("policy", policy),)
     table = episodes.table_of(rows)
     inputs = {"prompts": prompts}
     return Recorded(

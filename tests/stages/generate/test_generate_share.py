@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import CorruptError
-from quiver.stages.core.run.runner import Call, perform
+from quiver.stages.core.run.runner import Call, find_or_make
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.notes import note_of
 from tests.stages.generate.making import random_prompts
@@ -43,7 +43,7 @@ def alone(tmp_path_factory):
     stores = {"bare": bare}
     for engine in ENGINES:
         stores[engine] = copy(bare, tmp_path_factory.mktemp(engine))
-        perform(call(stores[engine], engine))
+        find_or_make(call(stores[engine], engine))
     return stores
 
 
@@ -138,7 +138,7 @@ def test_a_later_process_keeps_the_shards_of_those_that_were_killed(store, alone
         for path in store.path.glob("tiny/rollouts/.work/*/part-*.arrow")
         if path.name in names
     }
-    assert perform(call(store, rows_per_shard=17)).cached is False
+    assert find_or_make(call(store, rows_per_shard=17)).cached is False
     require_same(store, alone)
     folder = store.open("tiny/rollouts@1").files.folder
     assert {name: (folder / name).stat().st_ino for name in finished} == finished
@@ -149,10 +149,10 @@ def test_shards_of_another_size_than_their_note_says_are_made_again(store, alone
     (cut,) = store.path.glob("tiny/rollouts/.work/*.notes/cut")
     cut.write_bytes(note_of({"rows_per_shard": SHARD + 1}))
     with pytest.raises(CorruptError, match="were asked for") as caught:
-        perform(call(store))
+        find_or_make(call(store))
     assert caught.value.next == "run the same command again"
     assert store.numbers("tiny", "rollouts") == []
-    assert perform(call(store)).cached is False
+    assert find_or_make(call(store)).cached is False
     require_same(store, alone)
 
 

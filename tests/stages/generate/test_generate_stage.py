@@ -52,7 +52,7 @@ def rows_of(version) -> list[dict]:
 
 def test_each_prompt_gets_its_group_in_order(store, policy):
     prompts = make_prompts(store, [[5, 6, 7], [9] * 8])
-    version = run(store, prompts, policy, options={"script": "echo"}, seed=3, iteration=5)
+    version = run(store, prompts, policy, options={"script": "echo"}, seed=3, round=5)
     rows = rows_of(version)
     manifest = version.manifest
     assert [row["rollout_id"] for row in rows] == [
@@ -122,7 +122,7 @@ def test_policies_with_other_end_tokens_are_other_work(store, tmp_path):
         path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ids}))
         ref = run_stage("policy", {"model": str(folder)}, store, into=name, in_process=True)
         policies.append(store.open(ref))
-    assert len({checkpoints.as_model("policy", policy).weights for policy in policies}) == 1
+    assert len({checkpoints.model_entry("policy", policy).weights for policy in policies}) == 1
     prompts = make_prompts(store, [[5, 7, 9]])
     echo = {"options": {"script": "echo"}}
     versions = [run(store, prompts, policy, **echo) for policy in policies]
@@ -142,7 +142,7 @@ def test_same_work_is_already_done_and_other_work_is_not(store, policy, tmp_path
         again = run(store, prompts, policy, rows_per_shard=size, force=True)
         assert again.ref != first.ref and rows_of(again) == rows_of(first)
         assert len(again.manifest.files) == -(-21 // size)
-    other = run(store, prompts, policy, iteration=1)
+    other = run(store, prompts, policy, round=1)
     assert other.ref != first.ref
     ids = [version.table()["completion_ids"] for version in (first, other)]
     assert not ids[0].equals(ids[1])
@@ -197,7 +197,7 @@ def requests() -> Requests:
         rows=Rows(table, config(), "x"),
         texts=None,
         take_shard=lambda: range(6),
-        engine="test",
+        engine_name="test",
         ahead=1,
         vocabulary_size=320,
         max_tokens=8,

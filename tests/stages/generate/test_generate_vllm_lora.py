@@ -8,7 +8,7 @@ from peft import PeftModel
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from quiver.stages.model.loading import load_model
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
@@ -55,7 +55,7 @@ def test_it_samples_from_base_and_adapter(sampled):
 
 def test_the_manifest_names_the_weights_and_the_base(sampled):
     start, adapted, alone, ways = sampled
-    weights = [as_model("policy", version).weights for version in (start, adapted, alone)]
+    weights = [model_entry("policy", version).weights for version in (start, adapted, alone)]
     assert len(set(weights)) == 3
     names = [rollouts.manifest.model("policy").weights for rollouts in ways]
     assert names == [weights[1], weights[1], weights[2]]
@@ -70,6 +70,6 @@ def test_a_model_without_adapters_in_vllm_is_refused(tmp_path):
     alone = world.trained(store, start, inputs, world.config(lora={"rank": 4, "save": "adapter"}))
     refs = {"prompts": random_prompts(store, 2).ref, "policy": alone.ref}
     config = {"options": {"cpu_kv_cache_gib": 0.01}, "sampling": {"max_tokens": 4}}
-    with pytest.raises(ConfigError, match="takes no adapter like that of tiny/policy@1") as caught:
+    with pytest.raises(ConfigError, match="cannot load the adapter of tiny/policy@1") as caught:
         run_stage("generate", config, store, **refs)
     assert 'optimize.lora.save = "merged"' in caught.value.next

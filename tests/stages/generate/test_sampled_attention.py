@@ -197,7 +197,7 @@ def test_a_warning_names_the_length_beyond_which_positions_change(store, tmp_pat
     policy = policy_of(store, make_model(tmp_path / "model", "phi3", **rope))
     TransformersEngine(setup_of(policy))
     (message,) = [message for message in caplog.messages if "longrope" in message]
-    assert "rows may have 40 ids, and beyond 30" in message
+    assert "rows may have 40 ids, but beyond 30" in message
     assert "generate.max_model_len = 30" in message
 
 

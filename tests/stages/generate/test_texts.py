@@ -164,5 +164,5 @@ def test_the_templates_end_of_a_turn_is_no_text_that_is_lost(store, policy, capl
     assert row["completion_ids"] == ids_of(WRITTEN)
     assert row["completion_text"] == "<think>three</think><answer>7"
     messages = [message for message in caplog.messages if "stop_token_ids" in message]
-    lost = f"{stop} ends a completion, so its text '</answer>' is no part"
+    lost = f"{stop} ends a completion, so its text '</answer>' is not part"
     assert [lost in message for message in messages] == ([] if is_templates else [True])

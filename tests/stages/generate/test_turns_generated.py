@@ -170,9 +170,9 @@ def test_an_environment_that_fails_costs_its_own_episodes(
     ("broken", "variable", "why", "num_failed"),
     [
         ("reset 1", "RESET_WORKS", "no number", 3),
-        ("fickle", "RENDERING", "begins otherwise", 12),
-        ("silent", "RENDERING", "begins otherwise", 12),
-        ("talkative", "RENDERING", "begins otherwise", 12),
+        ("fickle", "RENDERING", "begins differently", 12),
+        ("silent", "RENDERING", "begins differently", 12),
+        ("talkative", "RENDERING", "begins differently", 12),
     ],
 )
 @pytest.mark.parametrize("engine", [{}, {"engine": f"{MAKING}:Ordered", "options": {}}])

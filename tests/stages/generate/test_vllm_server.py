@@ -10,7 +10,7 @@ import pytest
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from tests.stages.generate.making import random_prompts
 from tests.tiny import make_policy
 from tests.vllm_process import VllmProcess
@@ -34,7 +34,7 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     store = Store(folder / "store")
     policy = make_policy(store)
-    arguments = ["--served-model-name", as_model("policy", policy).weights]
+    arguments = ["--served-model-name", model_entry("policy", policy).weights]
     arguments += ["--max-model-len", "256", "--enable-scale-out", "--logprobs-mode"]
     with ExitStack() as stack:
         servers = {}
@@ -76,6 +76,6 @@ def test_rows_are_those_of_the_engine_in_a_process_of_its_own(world):
 
 def test_raw_logprobs_are_refused(world):
     store, policy, urls = world
-    with pytest.raises(ConfigError, match="its logprobs are not those of") as caught:
+    with pytest.raises(ConfigError, match="its logprobs do not belong to") as caught:
         sample(store, policy, urls["raw_logprobs"], force=True)
     assert "--logprobs-mode processed_logprobs" in caught.value.next

@@ -23,7 +23,7 @@ from quiver.stages.generate.engine import Request, Setup
 from quiver.stages.generate.engines import vllm_server
 from quiver.stages.generate.engines.vllm_server import VllmServerEngine
 from quiver.stages.generate.options import Sampling
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from tests.stages.generate.fake_vllm import WORDS, FakeVllm, completion
 from tests.stages.generate.making import random_prompts
 from tests.tiny import make_policy
@@ -172,9 +172,9 @@ def with_logprob(answer, logprob):
 
 
 ENDING = {
-    "-9999": (lambda answer: with_logprob(answer, -9999.0), NumericError, "is no number"),
-    "null": (lambda answer: with_logprob(answer, None), NumericError, "is no number"),
-    "NaN": (lambda answer: with_logprob(answer, float("nan")), NumericError, "is no number"),
+    "-9999": (lambda answer: with_logprob(answer, -9999.0), NumericError, "is not a number"),
+    "null": (lambda answer: with_logprob(answer, None), NumericError, "is not a number"),
+    "NaN": (lambda answer: with_logprob(answer, float("nan")), NumericError, "is not a number"),
     "slow": (lambda answer: asyncio.sleep(30), ResourceError, r"no whole answer within 0\.1 s"),
     "another name": (
         lambda answer: {**answer, "model": "f" * 64},
@@ -243,7 +243,7 @@ WRONG = {
     "weights loaded now": (LineageError, {"labels": ["a", "default"]}, "later, as a, default"),
     "a short context": (ConfigError, {"card": {"max_model_len": 12}}, "max_model_len is 12"),
     "raw logprobs": (ConfigError, {"probe_logprob": -5.5}, r"has \[-5\.5, -5\.5\], expected 0\.0"),
-    "no logprob": (NumericError, {"probe_logprob": None}, "is no number"),
+    "no logprob": (NumericError, {"probe_logprob": None}, "is not a number"),
     "no list of models": (ResourceError, {"card": {"id": 7}}, r"data\.0\.id: Input should be"),
 }
 
@@ -264,7 +264,7 @@ def test_an_error_shows_the_command_that_starts_a_right_server(policy, server):
         engine_of(policy, CLOSED, server)
     assert caught.value.next == (
         f"python -m vllm.entrypoints.openai.api_server --model {policy.files.folder} "
-        f"--served-model-name {as_model('policy', policy).weights} --logprobs-mode "
+        f"--served-model-name {model_entry('policy', policy).weights} --logprobs-mode "
         f"processed_logprobs --max-model-len 64 --dtype auto --port {server.port} "
         "--enable-scale-out"
     )

@@ -173,7 +173,7 @@ def test_an_id_must_be_the_same_token_to_both(
         assert caught.value.next == "set logprobs.other_special_tokens = true"
         assert score(store, few, version, other_special_tokens=True)
     else:
-        assert caught.value.next == f"score under a policy with the tokenizer of {policy.ref}"
+        assert caught.value.next == f"take a policy with the tokenizer of {policy.ref}"
         with pytest.raises(LineageError, match="2 ids are other tokens"):
             score(store, few, version, other_special_tokens=True)
 
@@ -222,7 +222,9 @@ def test_rows_that_cannot_be_scored_are_refused(store, policy, other, change, er
 
 
 def test_lack_of_memory_says_what_helps(store, policy, few, monkeypatch):
-    monkeypatch.setattr("quiver.stages.logprobs.scoring.score", lambda *_: torch.empty(1 << 60))
+    monkeypatch.setattr(
+        "quiver.stages.logprobs.forward_pass.compute_logprobs", lambda *_: torch.empty(1 << 60)
+    )
     with pytest.raises(ResourceError, match="memory is short") as caught:
         score(store, few, policy)
     assert "token_budget" in caught.value.next

@@ -23,7 +23,7 @@ from quiver.stages.core.config import parse
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.model import checkpoints
-from quiver.stages.model.checkpoints import PolicyConfig, as_model, save_policy
+from quiver.stages.model.checkpoints import PolicyConfig, model_entry, save_policy
 from quiver.stages.model.folder import NAMED_TEMPLATES, PROCESSOR_FILES, check_folder
 from quiver.stages.model.loading import load_model
 from tests import sight
@@ -168,8 +168,8 @@ DAMAGES = [
     (cut, ConfigError, "is cut or not a safetensors file"),
     (pipe, ConfigError, "no *.safetensors"),
     (lambda folder: save_file({}, folder / WEIGHTS), ConfigError, "hold no weights"),
-    (renamed("model (1).safetensors"), ConfigError, "has other characters than"),
-    (renamed("größe.safetensors"), ConfigError, "has other characters than"),
+    (renamed("model (1).safetensors"), ConfigError, "has characters other than"),
+    (renamed("größe.safetensors"), ConfigError, "has characters other than"),
     (renamed("pytorch_model.bin"), SecurityError, "pickled"),
     (index("model-2.safetensors"), ConfigError, "1 of 2 weight files are missing: model-2"),
     (index("/outside.safetensors"), SecurityError, "weight files outside the folder"),
@@ -327,13 +327,13 @@ def test_a_hub_models_commit_is_filled_in(store, folder, tmp_path, monkeypatch):
 
 
 def test_hashes_tell_weights_from_tokenizer_from_template(store, folder, tmp_path):
-    base = as_model("policy", imported(store, folder))
-    other = as_model("policy", make_policy(store, "b", seed=1))
+    base = model_entry("policy", imported(store, folder))
+    other = model_entry("policy", make_policy(store, "b", seed=1))
     assert base.weights != other.weights
     assert (base.tokenizer, base.template) == (other.tokenizer, other.template)
     changed = shutil.copytree(folder, tmp_path / "changed")
     (changed / "chat_template.jinja").write_text("{{ messages }}")
-    third = as_model("policy", imported(store, changed, "c"))
+    third = model_entry("policy", imported(store, changed, "c"))
     assert (third.weights, third.tokenizer) == (base.weights, base.tokenizer)
     assert third.template != base.template
 
@@ -353,7 +353,7 @@ def test_what_prepares_pictures_counts_where_a_model_sees(store, folder, tmp_pat
         assert (len(hashes) == 2) == differ
         version = imported(store, other, f"{kind}-run")
         assert checkpoints.sees_images(version) == differ
-        assert bool(as_model("policy", version).processor) == differ
+        assert bool(model_entry("policy", version).processor) == differ
 
 
 def test_one_changed_weight_is_found_before_loading(store, policy):
@@ -376,7 +376,7 @@ def test_a_saved_policy_loads_elsewhere_and_keeps_its_tokenizer(store, policy):
     with begin(store, "tiny", "policy", inputs={"policy": policy}, **about) as work:
         save_policy(model, policy, work.folder)
         version = work.commit()
-    before, after = as_model("policy", policy), as_model("policy", version)
+    before, after = model_entry("policy", policy), model_entry("policy", version)
     assert before.weights != after.weights
     assert (before.tokenizer, before.template) == (after.tokenizer, after.template)
     loaded = AutoModelForCausalLM.from_pretrained(version.files.folder)
@@ -485,7 +485,7 @@ def test_other_code_or_arguments_are_another_base(store, source, calls):
         made(store, source)
     assert calls.read_text() == "x"
     versions = [first, made(store, source, "b"), made(store, source, "c", seed=1)]
-    weights = [as_model("policy", version).weights for version in versions]
+    weights = [model_entry("policy", version).weights for version in versions]
     assert weights[0] == weights[1] != weights[2]
 
 

@@ -31,7 +31,7 @@ def nodes(tmp_path, monkeypatch):
 
 
 def test_auto_is_no_cpu_in_silence_where_there_is_a_gpu(nodes):
-    with pytest.raises(ConfigError, match=r"there is a GPU, .*nvidia0, and torch sees none") as no:
+    with pytest.raises(ConfigError, match=r"there is a GPU, .*nvidia0, but torch sees none") as no:
         uses_gpu("generate.device", "auto", nodes)
     assert no.value.object == "generate.device auto"
     assert not uses_gpu("generate.device", "cpu", nodes)

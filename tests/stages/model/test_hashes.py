@@ -13,7 +13,7 @@ import pytest
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.files import sha256_of
-from quiver.stages.core.run.runner import Call, find, run_stage
+from quiver.stages.core.run.runner import Call, find_outcome, run_stage
 from quiver.stages.model import checkpoints, user_cache
 from quiver.stages.model.checkpoints import PolicyConfig
 from quiver.stages.model.user_cache import hash_files
@@ -150,12 +150,12 @@ def test_a_model_is_hashed_once_to_be_found_and_again_to_be_imported(
     folder = make_folder(tmp_path / "model")
     config = {"model": str(folder)}
     call = Call("policy", config, store.path, into="a")
-    assert find(call) is None
+    assert find_outcome(call) is None
     num_files = len(hashed)
-    assert find(call) is None and len(hashed) == num_files
+    assert find_outcome(call) is None and len(hashed) == num_files
     run_stage("policy", config, store, into="a", in_process=True)
     assert len(hashed) == 2 * num_files
-    assert find(call).ref == "a/policy@0" and len(hashed) == 2 * num_files
+    assert find_outcome(call).ref == "a/policy@0" and len(hashed) == 2 * num_files
 
 
 def test_a_model_that_changed_after_it_was_resolved_is_not_imported(store, tmp_path):

@@ -43,8 +43,8 @@ def test_a_width_counts_the_experts_a_token_is_routed_to():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (T5Config(), "decoders with attention alone"),
-        (OpenAIGPTConfig(), "no layers of a kind that is known"),
+        (T5Config(), "not a decoder with attention"),
+        (OpenAIGPTConfig(), "no layers of a known kind"),
     ],
 )
 def test_a_model_of_another_kind_is_refused(config, message):

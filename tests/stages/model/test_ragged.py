@@ -130,7 +130,7 @@ def test_mapped_rows_are_the_rows_joined(mapped_column):
     chosen = mapped.take(rows).take(torch.tensor([3, 1, 2]))
     assert [view.tolist() for view in chosen.views(np.array([0, 2]))] == [[7, 8, 9, 10], []]
     assert torch.equal(chosen.values, joined.take(rows).take(torch.tensor([3, 1, 2])).values)
-    assert torch.equal(mapped.positions(rows), joined.positions(rows))
+    assert torch.equal(mapped.places(rows), joined.places(rows))
     assert torch.equal(mapped.values, joined.values)
 
 

@@ -13,7 +13,7 @@ from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, Line
 from quiver.stages.core.store import marks
 from quiver.stages.core.store.listing import EXPIRED
 from quiver.stages.core.store.retention import remove
-from quiver.stages.model.checkpoints import PolicyConfig, as_model, resolve
+from quiver.stages.model.checkpoints import PolicyConfig, model_entry, resolve
 from quiver.stages.model.loading import base_of, load_as_stored, load_model
 from quiver.stages.optimize.stage import Config
 from tests.stages.generate.making import random_prompts
@@ -120,7 +120,7 @@ def test_the_weights_that_a_manifest_names_are_those_of_base_and_adapter(
 ):
     other = world.trained(store, policy, made, config("adapter", learning_rate=2e-2))
     again = world.trained(store, policy, made, config("adapter"), into="again")
-    names = [as_model("policy", version).weights for version in (alone, other, again)]
+    names = [model_entry("policy", version).weights for version in (alone, other, again)]
     assert names[0] == names[2] != names[1]
 
 
@@ -130,9 +130,9 @@ def test_its_base_is_needed(store, policy, made, alone):
         remove(store, policy.ref)
     assert store.open(policy.ref).manifest and verify(store)[1] == []
     shutil.rmtree(policy.files.folder)
-    with pytest.raises(LineageError, match="found none of that name") as caught:
+    with pytest.raises(LineageError, match="found no such version") as caught:
         run_here("logprobs", {}, store, policy=alone.ref, rollouts=made[0].ref)
-    assert "without it the adapter is no model" in caught.value.next
+    assert "without it the adapter cannot be used" in caught.value.next
     assert caught.value.state == "nothing was changed."
 
 
@@ -153,11 +153,11 @@ def test_a_changed_adapter_is_found(store, policy, alone):
 
 
 def test_where_whole_weights_are_needed_it_is_refused(store, policy, alone):
-    with pytest.raises(ConfigError, match="holds an adapter alone") as caught:
+    with pytest.raises(ConfigError, match="holds only an adapter") as caught:
         resolve(PolicyConfig(model=str(alone.files.folder)))
     assert 'optimize.lora.save = "merged"' in caught.value.next
     refs = {"reference": policy.ref, "policy": alone.ref}
-    with pytest.raises(ConfigError, match="whole weights are averaged"):
+    with pytest.raises(ConfigError, match="only whole weights can be averaged"):
         run_here("average", {"rate": 0.1}, store, into="ema", **refs)
 
 

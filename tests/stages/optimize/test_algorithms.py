@@ -86,7 +86,7 @@ def test_the_rows():
         tokens = losses.Tokens(*[torch.zeros(3)] * 3, torch.tensor([0, 3]))
         loss, clipped = find_function("losses", row.surrogate)(tokens, **options)
         assert loss.shape == clipped.shape == (3,)
-        assert row.reference.startswith("https://") and row.description
+        assert row.paper.startswith("https://") and row.description
 
 
 def test_the_tables_of_options_are_those_of_the_functions():
@@ -190,7 +190,7 @@ def test_fields_without_effect_on_an_own_algorithm_are_refused(own):
     """Once its file has run, which tells its advantage."""
     critic = own(
         ROW + "MINE = Algorithm('mine', 'gae', 'clipped', 'token_mean', advantage_of='tokens', "
-        "columns=('values', 'last_values'))\n"
+        "needs=('values', 'last_values'))\n"
     )
     assert Config(algorithm=critic, critic="model", gamma=0.9).resolved()
     discounted = own(

@@ -78,11 +78,11 @@ POISONED = row(surrogate=poisoned)
 NO_TOKENS, LOSS_ALONE, A_MEAN = row(surrogate=no_tokens), row(surrogate=loss_alone), row(surrogate=a_mean)
 DETACHED, COUNTS, NO_SUCH = row(surrogate=detached), row(surrogate=counts), row(surrogate="clip")
 REWARDS_ALONE, OF_GROUPS = row(advantage=rewards_alone), row(advantage=of_groups)
-CRITICS = row(advantage=critics, advantage_of="tokens", columns=("values", "last_values"))
-NO_COLUMN = row(advantage="gae", advantage_of="tokens", columns=("worth",))
+CRITICS = row(advantage=critics, advantage_of="tokens", needs=("values", "last_values"))
+NO_COLUMN = row(advantage="gae", advantage_of="tokens", needs=("worth",))
 NO_UNIT = row(advantage=rewards_alone, advantage_of="token")
-NOTHING = row(advantage=rewards_alone, advantage_of="tokens", columns=None)
-NO_VALUES = row(advantage=critics, advantage_of="tokens", columns=("last_values",))
+NOTHING = row(advantage=rewards_alone, advantage_of="tokens", needs=None)
+NO_VALUES = row(advantage=critics, advantage_of="tokens", needs=("last_values",))
 GAE_ALONE = row(advantage="gae", advantage_of="tokens")
 OTB_OF_ROLLOUTS = row(advantage="optimal_token_baseline")
 LENGTHS_ALONE, OF_ROLLOUTS = row(aggregation=lengths_alone), row(aggregation=of_rollouts)
@@ -142,7 +142,7 @@ def heated(row: dict) -> dict:
 
 CASES = {
     "group too small": Case(
-        "E-CONFIG", 2, "optimize.algorithm grpo", ["two rollouts of a prompt", "one of each of 16"],
+        "E-CONFIG", 2, "optimize.algorithm grpo", ["two rollouts per prompt", "one for each of 16"],
         "samples_per_prompt >= 2", rows=alone,
     ),
     "kl_coef without a reference": Case(
@@ -155,7 +155,7 @@ CASES = {
         rows=lambda row: {**row, "temperature": 0.0} if row["rollout_id"] == "r-001-2" else row,
     ),
     "temperatures that the logprobs were not sampled at": Case(
-        "E-NUMERIC", 8, "optimize audit", ["max_mean_gap = 0.1", "another temperature"], "the very checkpoint", rows=heated
+        "E-NUMERIC", 8, "optimize audit", ["max_mean_gap = 0.1", "another temperature"], "with the checkpoint that is trained", rows=heated
     ),
     "no scored rollout": Case(
         "E-NUMERIC", 8, "tiny/rewards@2", ["0 of 16 rollouts are scored"], "raise generate.sampling.max_tokens", score=lambda row: None
@@ -172,7 +172,7 @@ CASES = {
     "own algorithm: advantage of rewards alone": own_algorithm("REWARDS_ALONE", "advantage", "(rewards, groups)"),
     "own algorithm: advantage a group": own_algorithm("OF_GROUPS", "advantage", "advantages as float [16]", "float32 [1]"),
     "own algorithm: critic without last_values": own_algorithm("CRITICS", "advantage", "last_values"),
-    "own algorithm: columns that no pass gives": Case(
+    "own algorithm: needs that no pass provides": Case(
         "E-CONFIG", 2, "optimize.algorithm bad_algo:NO_COLUMN", ["logprobs, values, collisions", "found ('worth',)"],
         "correct the algorithm's row", {"algorithm": "bad_algo:NO_COLUMN"},
     ),
@@ -185,7 +185,7 @@ CASES = {
             "NO_UNIT": "rollouts, turns or tokens, found 'token'",
             "NOTHING": "found None",
             "NO_VALUES": "values beside last_values",
-            "GAE_ALONE": "gae to be of tokens, with columns ('values', 'last_values')",
+            "GAE_ALONE": "gae to be of tokens, with needs ('values', 'last_values')",
             "OTB_OF_ROLLOUTS": "optimal_token_baseline to be of tokens",
         }.items()
     },

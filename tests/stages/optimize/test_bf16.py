@@ -152,7 +152,7 @@ def test_the_first_ratio_is_one_and_the_gradient_float32s(store, policy, made, p
     for name in ("fp32", precision):
         config = world.config(precision=name, audit={"enabled": False}, token_budget=40)
         trainer = world.trainer(store, inputs, config)
-        trainer.batch.old_logprobs.copy_(trainer.score(range(16)))
+        trainer.batch.old_logprobs.copy_(trainer.compute_logprobs(range(16)))
         numbers = world.step(trainer)
         assert numbers["ratio_max"] == pytest.approx(1.0, abs=1e-6) and numbers["approx_kl"] < 1e-9
         assert numbers["microbatches"] > 2

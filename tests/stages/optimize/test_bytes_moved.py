@@ -18,7 +18,7 @@ from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.memory import shape_of
 from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize.algorithms import resolve
-from quiver.stages.optimize.batch import Batch, Step
+from quiver.stages.optimize.batch import Batch, StepColumns
 from quiver.stages.optimize.config import Config
 from quiver.stages.optimize.objective import Objective
 from tests.bytes_moved import META, Counter, autocast_on_meta, tensors_of
@@ -111,13 +111,13 @@ def micro_batch(config, monkeypatch, *, fused: bool) -> Counter:
         (pieces,) = policy.microbatches(rollouts, numbers, sequences, 1 << 30)
         layout = policy.layout(pieces, sequences)
         assert (layout.ids.numel(), len(layout.targets)) == (8073, 6840)
-        part = batch.part(layout.rows, META)
-        step = Step(weights, kl_coef=0.1).at(batch.positions(layout.rows), META)
+        columns = batch.token_columns(layout.rows, META)
+        step = StepColumns(weights, kl_coef=0.1).at(batch.places(layout.rows), META)
         head._is_right("meta", torch.bfloat16)  # tried once a process, not once a micro-batch
         with Counter(COSTS) as counter, policy.context():
             moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
             counter.hold(*model.parameters(), *moments)
-            loss, _, _ = objective.loss(part, policy(layout), step)
+            loss, _, _ = objective.loss(columns, policy(layout), step)
             loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     return counter

@@ -109,7 +109,7 @@ def test_without_rewards_of_turns_credit_is_refused(store, policy):
             world.trained(store, policy, (rollouts, whole), config)
         assert caught.value.object == f"optimize.credit {credit}"
     too_few = episodes.write_rewards(store, rollouts, lambda row: episodes.even_ids(row)[:1])
-    with pytest.raises(SchemaError, match="scored rollouts have not one turn reward a turn"):
+    with pytest.raises(SchemaError, match="scored rollouts do not have one turn reward per turn"):
         world.trained(store, policy, (rollouts, too_few), world.config(credit="turn"))
 
 

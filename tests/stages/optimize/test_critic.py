@@ -98,16 +98,14 @@ def test_value_loss_golden(clip):
 
 def test_explained_variance_is_numpys():
     values, returns = torch.tensor(VALUES), torch.tensor(REWARDS)
-    halves = [
-        critic.value_moments(values[part], returns[part]) for part in (slice(0, 5), slice(5, N))
-    ]
+    halves = [critic.value_sums(values[part], returns[part]) for part in (slice(0, 5), slice(5, N))]
     means = [float(a + b) / N for a, b in zip(*halves, strict=True)]
     assert critic.explained_variance(*means) == pytest.approx(
         1 - np.var(REWARDS - VALUES) / np.var(REWARDS), rel=1e-9
     )
     equal = [
         float(x) / 3
-        for x in critic.value_moments(torch.tensor([1.0, 2.0, 3.0]), torch.full((3,), 0.3))
+        for x in critic.value_sums(torch.tensor([1.0, 2.0, 3.0]), torch.full((3,), 0.3))
     ]
     assert math.isnan(critic.explained_variance(*equal))
 

@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, SchemaError
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize import critic as critics
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize import terms
 from quiver.stages.optimize.inputs import open_inputs
-from quiver.stages.optimize.optimizer import make_optimizer, state
+from quiver.stages.optimize.optimizer import make_optimizer, optimizer_state
 from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer
 from tests import episodes
@@ -225,9 +225,9 @@ def test_a_critic_that_is_carried_is_one_that_never_stopped(store, start, made, 
     again.prepare()
     again.train()
     kept = {name: p.detach() for name, p in again.critic.named_parameters()}
-    kept |= state(again.optimizer, again.critic)
+    kept |= optimizer_state(again.optimizer, again.critic)
     assert world.are_equal(_critic_of(second, critic), kept)
-    moments = state(again.optimizer, again.model)
+    moments = optimizer_state(again.optimizer, again.model)
     assert world.are_equal(world.weights(second, "optimizer/state.safetensors"), moments)
     saved = dict(load_model(second, dtype=torch.float32).named_parameters())
     assert world.are_equal(saved, dict(again.model.named_parameters()))
@@ -241,7 +241,7 @@ def test_while_the_critic_warms_up_the_policy_rests(store, start, made, critic):
     fields = {"critic": critic, "critic_warmup_steps": 3, "critic_learning_rate": 1e-2}
     config = _config(epochs=2, **fields, **STALE)
     first = world.trained(store, start, made, config)
-    assert as_model("policy", first).weights == as_model("policy", start).weights
+    assert model_entry("policy", first).weights == model_entry("policy", start).weights
     rows = world.updates(store, first)
     assert [row["loss"] for row in rows] == pytest.approx([0.1 * row["value_loss"] for row in rows])
     assert rows[1]["value_loss"] < rows[0]["value_loss"]
@@ -251,7 +251,7 @@ def test_while_the_critic_warms_up_the_policy_rests(store, start, made, critic):
     assert [row["step"] for row in rows] == [2, 3]
     assert rows[0]["loss"] == pytest.approx(0.1 * rows[0]["value_loss"])
     assert rows[1]["loss"] == pytest.approx(rows[1]["policy_loss"] + 0.1 * rows[1]["value_loss"])
-    assert as_model("policy", second).weights != as_model("policy", start).weights
+    assert model_entry("policy", second).weights != model_entry("policy", start).weights
     assert world.weights(second, "optimizer/state.safetensors")["updates"].tolist() == [1.0]
     assert _critic_of(second, critic)["updates"].tolist() == [4.0]
 
@@ -261,7 +261,7 @@ def test_a_critic_of_weight_0_judges_and_rests(store, start, made):
     rests = _config(critic="model", value_coef=0, weight_decay=0.1, **STALE)
     second = world.trained(store, first, made, rests)
     assert world.are_equal(_critic_of(first, "model"), _critic_of(second, "model"))
-    assert as_model("policy", second).weights != as_model("policy", first).weights
+    assert model_entry("policy", second).weights != model_entry("policy", first).weights
     row = world.updates(store, second)[-1]
     assert row["value_loss"] > 0 and row["loss"] == pytest.approx(row["policy_loss"])
 

@@ -47,7 +47,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
         ("qwen2_moe", {}, "shared", ""),
         ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8}, "single", "behind"),
         ("bert", {"is_decoder": True}, "single", "later tokens"),
-        ("blt", {}, "single", "type blt were not tried"),
+        ("blt", {}, "single", "type blt have not been tested"),
     ],
 )
 def test_the_mode_comes_from_the_type_of_each_part_and_from_rules(family, changed, mode, reason):

@@ -169,7 +169,7 @@ def test_prompts_need_not_show_any(tmp_path):
     path.write_text(path.read_text().replace("0.5,", "0.4,"))
     other = run_here("policy", {"model": str(path.parent)}, store, into="other")
     config = {"role": "ref", "device": "cpu"}
-    with pytest.raises(LineageError, match="by another processor"):
+    with pytest.raises(LineageError, match="with another processor"):
         run_here("logprobs", config, store, rollouts=rollouts, policy=str(other))
 
 
@@ -217,7 +217,7 @@ def test_vllm_is_shown_them_too(tmp_path):
             "images = [self.picture(), b'no picture']",
             {},
             "environment_error",
-            "its picture 2 is no picture of type PNG, JPEG, WEBP",
+            "its picture 2 is not a picture of type PNG, JPEG, WEBP",
         ),
         (
             "images = [self.picture()",

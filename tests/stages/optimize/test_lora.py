@@ -19,7 +19,7 @@ from transformers import (
 from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, ConflictError, LineageError
 from quiver.stages.core.store import Store
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from quiver.stages.model.loading import load_as_stored, load_model
 from quiver.stages.optimize.config import Lora
 from quiver.stages.optimize.lora import attach, load_with_adapters, narrow_frozen
@@ -68,7 +68,7 @@ def test_base_and_adapter_are_the_policy(store, start):
         )
     torch.testing.assert_close(merged, by_peft, rtol=0, atol=1e-5)
     assert (merged - before).abs().max() > 1e-2
-    assert as_model("policy", done).weights != as_model("policy", start).weights
+    assert model_entry("policy", done).weights != model_entry("policy", start).weights
     configs = [version.files.read("config.json") for version in (done, start)]
     assert json.loads(configs[0]) == json.loads(configs[1])
 
@@ -153,7 +153,9 @@ def test_the_audit_compares_base_and_adapter_with_what_the_merged_weights_sample
 def test_whole_weights_may_follow_adapters_and_the_reverse(store, policy, made, caplog):
     adapted = world.trained(store, policy, made, _config())
     whole = world.trained(store, adapted, made, _again(lora=None))
-    assert "trained by adapters, now it is whole weights: the moments start anew" in caplog.text
+    assert (
+        "trained by adapters, now it is whole weights: the moments start from zero" in caplog.text
+    )
     assert not (whole.files.folder / "adapter").exists() and whole.manifest.input("base") is None
     before, after = world.weights(adapted), world.weights(whole)
     assert not any(torch.equal(before[name], after[name]) for name in before)
@@ -290,7 +292,7 @@ def test_an_adapter_of_another_model_is_refused(store, policy, made):
 def test_a_base_that_is_gone_or_changed_is_refused(store, policy, made):
     first = world.trained(store, policy, made, _config())
     shutil.rmtree(policy.files.folder)
-    gone = "trained over tiny/policy@0, expected .*, found none of that name"
+    gone = "trained over tiny/policy@0, expected .*, found no such version"
     with pytest.raises(LineageError, match=gone) as caught:
         world.trained(store, first, made, _again())
     assert str(first.files.folder) in caught.value.next

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.loading import load_model
-from quiver.stages.optimize.batch import Step
+from quiver.stages.optimize.batch import StepColumns
 from tests.stages.optimize import test_trainer, world
 from tests.tiny import make_policy
 
@@ -75,12 +75,12 @@ def test_a_micro_batch_reads_nothing_back(policy, algorithm, options, dtype, mon
     (pieces,) = on_meta.microbatches(everyone, batch.prompt_numbers, batch.sequences, 10_000)
     layout = on_meta.layout(pieces, batch.sequences)
     weights = trainer.objective.weights(batch, list(everyone))
-    step = Step(weights, kl_coef=config.kl_coef, nll_weights=weights)
-    step = step.at(batch.positions(layout.rows), META)
-    part = batch.part(layout.rows, META)
+    step = StepColumns(weights, kl_coef=config.kl_coef, nll_weights=weights)
+    step = step.at(batch.places(layout.rows), META)
+    columns = batch.token_columns(layout.rows, META)
     with Waits() as waits:
         outputs = on_meta(layout)
-        loss, _, _ = trainer.objective.loss(part, outputs, step)
+        loss, _, _ = trainer.objective.loss(columns, outputs, step)
         loss.backward()
     assert waits.names == []
     assert all(parameter.grad is not None for parameter in model.parameters())

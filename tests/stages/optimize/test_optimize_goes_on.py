@@ -53,7 +53,7 @@ def test_a_stage_that_would_learn_nothing_is_refused(store, policy, made, caplog
     assert "is 0 from step 2 on, and this stage goes from step 1 up to step 3" in caplog.text
     rates = [row["learning_rate"] for row in world.updates(store, second)]
     assert rates == [pytest.approx(rates[0]), 0.0, 0.0] and rates[0] > 0
-    with pytest.raises(ConfigError, match="has 4 steps behind it: nothing would be") as caught:
+    with pytest.raises(ConfigError, match="has taken 4 steps: nothing would be") as caught:
         _run(store, second, made, _config(**fields))
     assert caught.value.next == "raise optimize.total_steps above 4"
 
@@ -132,4 +132,4 @@ def test_trackers_write_where_they_are_told(store, policy, made, tmp_path, monke
 
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Failing)
     assert _run(store, policy, made, _config(seed=1, **trackers)).ref.version == 2
-    assert "tensorboard has not got all numbers: no space left" in caplog.text
+    assert "tensorboard did not get all numbers: no space left" in caplog.text

@@ -29,7 +29,7 @@ def test_the_same_weights_with_another_tokenizer_or_template_are_refused(
     folder = make_folder(tmp_path / "model")
     (folder / file).write_text((folder / file).read_text() + "\n")
     other = run_here("policy", PolicyConfig(model=str(folder)), store, into="other")
-    with pytest.raises(LineageError, match=f"whose {part} is another than that of other/policy@0"):
+    with pytest.raises(LineageError, match=f"whose {part} differs from other/policy@0's"):
         _run(store, store.open(other), made)
 
 
@@ -47,11 +47,15 @@ def test_rollouts_of_other_weights_are_refused_unless_staleness_allows(store, po
     newer = _run(store, policy, made)
     with pytest.raises(LineageError) as caught:
         _run(store, newer, made)
-    old, new = (checkpoints.as_model("policy", version).weights[:12] for version in (policy, newer))
+    old, new = (
+        checkpoints.model_entry("policy", version).weights[:12] for version in (policy, newer)
+    )
     assert old in caught.value.message and new in caught.value.message
     stale = _run(store, newer, made, _config(max_staleness=1))
     assert str(stale.ref) == "tiny/policy@2"
     assert stale.manifest.metrics["audit"]["mean_gap"] > 0.01  # said, and not held against them
+    tight = _run(store, newer, made, _config(max_staleness=1, clip_high=0.01))
+    assert tight.manifest.metrics["audit"]["judged"] is None
 
 
 def test_an_ancestor_that_is_gone_matters_to_fresh_rollouts_no_more(store, policy, made):

@@ -216,7 +216,7 @@ def test_ranks_that_would_go_on_after_different_steps_refuse(died, tmp_path, mon
     path, policy, made = died
     store = Store(shutil.copytree(path, tmp_path / "store"))
     monkeypatch.setattr(resume, "of_all_ranks", lambda mine: [mine, "none"])
-    with pytest.raises(ConfigError, match="would go on after different steps: state-000005-"):
+    with pytest.raises(ConfigError, match="would continue after different steps: state-000005-"):
         trained(store, store.open(policy), made, config(**TEN_STEPS), into="killed")
     assert store.numbers("killed", "policy") == []
 

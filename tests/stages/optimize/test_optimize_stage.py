@@ -19,7 +19,7 @@ from quiver.schemas.errors import LineageError, NumericError, SchemaError
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.model import checkpoints
 from quiver.stages.model.loading import load_model
-from quiver.stages.optimize.inputs import Sampled
+from quiver.stages.optimize.inputs import RolloutSet
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
@@ -64,7 +64,7 @@ def test_the_next_policy_loads_and_keeps_config_and_tokenizer(store, tmp_path, c
     model, info = AutoModelForCausalLM.from_pretrained(done.files.folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert model.dtype == torch.float32
-    before, after = (checkpoints.as_model("policy", version) for version in (policy, done))
+    before, after = (checkpoints.model_entry("policy", version) for version in (policy, done))
     assert (before.tokenizer, before.template) == (after.tokenizer, after.template)
     assert before.weights != after.weights
     configs = [json.loads(version.files.read("config.json")) for version in (policy, done)]
@@ -122,7 +122,7 @@ def joined(rollout_ids: pa.ChunkedArray, rows: pa.Table) -> pa.ChunkedArray:
         SimpleNamespace(ref=name, table=lambda table=table: table)
         for name, table in (("rollouts", pa.table({"rollout_id": rollout_ids})), ("rewards", rows))
     )
-    return Sampled({"rollouts": rollouts, "rewards": rewards}).column("rewards", "values")
+    return RolloutSet({"rollouts": rollouts, "rewards": rewards}).column("rewards", "values")
 
 
 def cut(column: pa.Array, *ends: int) -> pa.ChunkedArray:
@@ -177,11 +177,11 @@ def test_what_belongs_to_other_rollouts_or_policies_is_refused(store, policy, ma
     with pytest.raises(LineageError, match="not of"):
         _run(store, policy, (others, made[1]))
     nameless = world.write_rewards(store, made[0], world.even_share, inputs={})
-    with pytest.raises(LineageError, match="no rollouts that its manifest names"):
+    with pytest.raises(LineageError, match="was made of no rollouts"):
         _run(store, policy, (made[0], nameless))
     old = made[0].table()["old_logprobs"].to_pylist()
     other = make_policy(store, "other", seed=1)
-    weights = checkpoints.as_model("policy", other).weights[:12]
+    weights = checkpoints.model_entry("policy", other).weights[:12]
     for wrong, said in ((other, weights), (None, "no model")):
         prox = world.write_logprobs(store, made[0], old, "prox", wrong)
         with pytest.raises(LineageError, match=said):

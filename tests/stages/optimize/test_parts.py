@@ -10,7 +10,7 @@ import torch
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize import rollouts as joining
-from quiver.stages.optimize.inputs import Sampled
+from quiver.stages.optimize.inputs import RolloutSet
 from quiver.stages.reward.config import Config as RewardConfig
 from quiver.stages.reward.override import Config as OverrideConfig
 from tests.stages.optimize import world
@@ -52,7 +52,7 @@ def test_parts_and_weights_are_those_of_the_reward_stage(policy, rewarded):
     function does not apply everywhere."""
     made = [rewarded("tiny", 1, even=2.0, high=0.5), rewarded("other", 2, high=1.5)]
     versions = [
-        Sampled({"policy": policy, "rollouts": rollouts, "rewards": rewards})
+        RolloutSet({"policy": policy, "rollouts": rollouts, "rewards": rewards})
         for rollouts, rewards in made
     ]
     columns = joining._parts(world.config(algorithm="gdpo"), versions)
@@ -101,7 +101,7 @@ def test_sums_that_a_person_corrected_are_refused(store, policy, rewarded):
     name = rewards.table()["rollout_id"][0].as_py()
     config = OverrideConfig(author="ada", reason="right", overrides={name: 1.0})
     corrected = store.open(run_here("override", config, store, rewards=rewards.ref))
-    with pytest.raises(ConfigError, match="corrects their sums alone") as caught:
+    with pytest.raises(ConfigError, match="corrects only their sums") as caught:
         world.trained(store, policy, (rollouts, corrected), world.config(algorithm="gdpo"))
     assert str(rewards.ref) in caught.value.next
     assert math.isfinite(

@@ -91,7 +91,7 @@ def test_a_rank_that_dies_as_it_saves_ends_the_stage_and_the_next_call_goes_on(
     assert store.numbers("tiny", "policy") == [0] and verify(store)[1] == []
     caplog.set_level("INFO", "quiver.stages")
     assert run_stage("optimize", chosen, store, **refs).version == 1
-    assert "the training goes on after step 0" in caplog.text
+    assert "the training continues after step 0" in caplog.text
     assert verify(store)[1] == [] and not list(store.path.glob("tiny/policy/.work/*"))
 
 

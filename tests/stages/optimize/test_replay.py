@@ -304,7 +304,7 @@ def test_a_version_is_given_once(store, two):
     with pytest.raises(ConfigError, match="no rollouts are given"):
         _run(store, two, rollouts=[])
     again = world.write_rollouts(store, two.start, two.fresh.table().to_pylist())
-    with pytest.raises(ConfigError, match=f"the very rows of {two.fresh.ref}"):
+    with pytest.raises(ConfigError, match=f"the same rows as {two.fresh.ref}"):
         _run(store, two, rollouts=[two.fresh.ref, again.ref])
 
 
@@ -314,7 +314,7 @@ def test_no_rollout_stands_in_two_versions(store, two):
     rewards = world.write_rewards(store, again, world.even_share)
     named = {"rollouts": [two.older.ref, again.ref], "rewards": [two.rewards[0].ref, rewards.ref]}
     with pytest.raises(
-        LineageError, match=f"16 rollout ids stand in {again.ref} too, such as 'a-r-000-0'"
+        LineageError, match=f"16 rollout ids are also in {again.ref}, such as 'a-r-000-0'"
     ):
         _run(store, two, **named)
 

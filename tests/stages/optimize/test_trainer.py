@@ -25,9 +25,9 @@ from quiver.stages.optimize.algorithms import find_function, resolve
 from quiver.stages.optimize.batch import Batch
 from quiver.stages.optimize.optimizer import (
     learning_rate,
-    load_state,
+    load_optimizer_state,
     make_optimizer,
-    state,
+    optimizer_state,
     total_norm,
 )
 from quiver.stages.optimize.stage import Config
@@ -244,14 +244,14 @@ def test_moments_travel_by_name(policy):
     for name, parameter in model.named_parameters():
         parameter.grad = None if name == first else torch.ones_like(parameter)
     made.step()
-    found = state(made, model)
+    found = optimizer_state(made, model)
     assert f"exp_avg.{first}" not in found
-    load_state(fresh, model, found)
-    assert world.are_equal(state(fresh, model), found)
+    load_optimizer_state(fresh, model, found)
+    assert world.are_equal(optimizer_state(fresh, model), found)
     moment = next(name for name in found if name.startswith("exp_avg."))
     for wrong in ({**found, moment: torch.zeros(1)}, {**found, "exp_avg.other": torch.zeros(1)}):
         with pytest.raises(ConfigError, match="missing or of another shape"):
-            load_state(fresh, model, wrong)
+            load_optimizer_state(fresh, model, wrong)
 
 
 def test_seed_and_step_decide_which_groups_are_taken_together(policy, rows):
@@ -341,8 +341,8 @@ def test_the_norm_of_many_numbers_is_exact():
 
 def test_score_is_what_sampling_said(policy, rows):
     made = _trainer(policy, rows, _config(), "grpo")
-    found = made.score([3, 7])
-    places = made.batch.sequences.completions.positions(torch.tensor([3, 7]))
+    found = made.compute_logprobs([3, 7])
+    places = made.batch.sequences.completions.places(torch.tensor([3, 7]))
     assert found[places].tolist() == pytest.approx(
         rows[3]["old_logprobs"] + rows[7]["old_logprobs"], abs=1e-5
     )

@@ -22,7 +22,7 @@ from quiver.schemas import rewards as rewards_kind
 from quiver.schemas import rollouts as rollouts_kind
 from quiver.stages.core.config import Config
 from quiver.stages.core.store import Store, Version
-from quiver.stages.model.checkpoints import PolicyConfig, as_model
+from quiver.stages.model.checkpoints import PolicyConfig, model_entry
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize import stage as optimize
@@ -252,7 +252,7 @@ def write_rollouts(
         [table.slice(start, half) for start in range(0, max(1, len(table)), half)],
         config=Settings(**settings),
         inputs={"prompts": prompts} if prompts else {},
-        models=(as_model("policy", policy),),
+        models=(model_entry("policy", policy),),
         metrics=metrics or {},
         status=dict(Counter(row["finish_reason"] for row in rows)),
     )
@@ -316,7 +316,7 @@ def write_logprobs(
         [pa.Table.from_pylist(rows[::-1], schema=logprobs_kind.SCHEMA)],
         config=Settings(role=role),
         inputs={"rollouts": rollouts},
-        models=(as_model(role, policy),) if policy else (),
+        models=(model_entry(role, policy),) if policy else (),
     )
 
 
@@ -333,7 +333,7 @@ def make(
 ):
     """(rollouts, rewards) of `groups` random prompts, `each` completions; of equal weights they are
     sampled once a process."""
-    key = as_model("policy", policy).weights, groups, each
+    key = model_entry("policy", policy).weights, groups, each
     if key not in _sampled:
         _sampled[key] = sample(load_model(policy, dtype=torch.float32), prompts(groups), each)
     rollouts = write_rollouts(store, policy, _sampled[key], run)

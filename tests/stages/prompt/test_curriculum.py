@@ -26,9 +26,9 @@ def write(path, question):
     return str(path)
 
 
-def prompts_of(store, source, iteration, *rewards, curriculum=MIDDLE, **fields):
-    """The prompts version of an iteration that takes four rows."""
-    about = {"source": source, "prompt": "question", "limit": 4, "seed": 7, "iteration": iteration}
+def prompts_of(store, source, round, *rewards, curriculum=MIDDLE, **fields):
+    """The prompts version of a round that takes four rows."""
+    about = {"source": source, "prompt": "question", "limit": 4, "seed": 7, "round": round}
     config = Config(**{**about, "curriculum": curriculum, **fields})
     refs = {"rewards": [str(version.ref) for version in rewards]} if rewards else {}
     ref = run_stage("prompt", config, store, in_process=True, policy="tiny/policy@0", **refs)
@@ -60,18 +60,18 @@ def counts(prompts) -> tuple[int, ...]:
 
 
 def test_rows_that_were_never_asked_come_in_their_usual_order(store, policy, source):
-    first = prompts_of(store, source, 0)
-    assert rows_of(first) == choose(ROWS, 4, 7, 0)
-    second = prompts_of(store, source, 1, score(store, first, 0.5))
-    assert rows_of(second) == choose(ROWS, 4, 7, 1)
+    first = prompts_of(store, source, 1)
+    assert rows_of(first) == choose(ROWS, 4, 7, 1)
+    second = prompts_of(store, source, 2, score(store, first, 0.5))
+    assert rows_of(second) == choose(ROWS, 4, 7, 2)
     assert counts(first) == counts(second) == (4, 0, 0)
 
 
 def test_then_those_within_the_bounds_and_the_longest_unasked_first(store, policy, source):
-    first = prompts_of(store, source, 0)
-    second = prompts_of(store, source, 1, scored := score(store, first, 0.5, 1.0))
+    first = prompts_of(store, source, 1)
+    second = prompts_of(store, source, 2, scored := score(store, first, 0.5, 1.0))
     others = score(store, second, 0.5, 0.0)
-    third = prompts_of(store, source, 2, scored, others)
+    third = prompts_of(store, source, 3, scored, others)
     even = [row for version in (first, second) for row in rows_of(version) if row % 2 == 0]
     assert len(even) == 4
     assert set(rows_of(third)) == set(even)
@@ -80,11 +80,11 @@ def test_then_those_within_the_bounds_and_the_longest_unasked_first(store, polic
     assert counts(third) == (0, 4, 0)
 
 
-def test_where_too_few_lie_within_the_others_fill_the_iteration(store, policy, source):
-    first = prompts_of(store, source, 0)
+def test_where_too_few_lie_within_the_others_fill_the_round(store, policy, source):
+    first = prompts_of(store, source, 1)
     scored = score(store, first, 1.0)
-    others = score(store, prompts_of(store, source, 1, scored), 0.5, *[0.0] * 7)
-    third = prompts_of(store, source, 2, scored, others)
+    others = score(store, prompts_of(store, source, 2, scored), 0.5, *[0.0] * 7)
+    third = prompts_of(store, source, 3, scored, others)
     assert counts(third) == ((0, 1, 3) if 0 not in rows_of(first) else (0, 0, 4))
     outside = rows_of(third)[counts(third)[1] :]
     assert set(outside) <= set(rows_of(first)), "those that were asked first wait the longest"
@@ -100,40 +100,40 @@ def test_where_too_few_lie_within_the_others_fill_the_iteration(store, policy, s
     ],
 )
 def test_the_last_mean_counts_and_the_bounds_are_within(store, policy, source, means, expected):
-    first = prompts_of(store, source, 0)
+    first = prompts_of(store, source, 1)
     scored = [score(store, first, *each) for each in means]
-    assert counts(prompts_of(store, source, 1, *scored, limit=8)) == expected
+    assert counts(prompts_of(store, source, 2, *scored, limit=8)) == expected
 
 
 def test_what_is_not_given_is_forgotten(store, policy, source):
     """A row that was too hard has its turn again."""
-    first = prompts_of(store, source, 0)
-    second = score(store, prompts_of(store, source, 1, score(store, first, 0.0)), 0.5)
-    third = prompts_of(store, source, 2, second)
+    first = prompts_of(store, source, 1)
+    second = score(store, prompts_of(store, source, 2, score(store, first, 0.0)), 0.5)
+    third = prompts_of(store, source, 3, second)
     assert set(rows_of(third)) == set(rows_of(first))
     assert counts(third) == (4, 0, 0)
 
 
 def test_the_lineage_and_the_key_name_the_rewards(store, policy, source):
-    first = prompts_of(store, source, 0)
+    first = prompts_of(store, source, 1)
     one, two = score(store, first, 0.5), score(store, first, 0.4)
-    chosen = prompts_of(store, source, 1, one, two)
+    chosen = prompts_of(store, source, 2, one, two)
     inputs = {entry.role: entry.ref for entry in chosen.manifest.inputs}
     assert inputs == {"rewards": str(one.ref), "rewards.2": str(two.ref)}
-    assert prompts_of(store, source, 1, one, two).ref == chosen.ref
-    assert prompts_of(store, source, 1, two, one).ref != chosen.ref
+    assert prompts_of(store, source, 2, one, two).ref == chosen.ref
+    assert prompts_of(store, source, 2, two, one).ref != chosen.ref
     longer = {**MIDDLE, "iterations": 50}
-    assert prompts_of(store, source, 1, one, two, curriculum=longer).ref == chosen.ref
-    assert prompts_of(store, source, 1, one, two, curriculum={**MIDDLE, "low": 0}).ref != chosen.ref
+    assert prompts_of(store, source, 2, one, two, curriculum=longer).ref == chosen.ref
+    assert prompts_of(store, source, 2, one, two, curriculum={**MIDDLE, "low": 0}).ref != chosen.ref
 
 
 def test_rewards_of_other_rows_are_refused(store, policy, source, tmp_path):
-    scored = score(store, prompts_of(store, source, 0), 0.5)
+    scored = score(store, prompts_of(store, source, 1), 0.5)
     other = write(tmp_path / "other.jsonl", "How much is {}?")
     with pytest.raises(LineageError, match=r"measured rows of .*rows.jsonl"):
-        prompts_of(store, other, 1, scored)
+        prompts_of(store, other, 2, scored)
     with pytest.raises(ConfigError, match=r"has no data.curriculum that would use them"):
-        prompts_of(store, source, 1, scored, curriculum=None)
+        prompts_of(store, source, 2, scored, curriculum=None)
 
 
 @pytest.mark.parametrize(

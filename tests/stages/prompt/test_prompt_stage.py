@@ -96,7 +96,7 @@ def test_an_encoder_has_its_context_to_itself(store, tmp_path, kind):
 
 def test_group_ids_come_from_the_place_in_the_source(store, policy, source):
     config = Config(
-        source=source, prompt="question", group_prefix="held-", limit=3, seed=5, iteration=1
+        source=source, prompt="question", group_prefix="held-", limit=3, seed=5, round=2
     )
     for row in rows(store, config):
         assert row["group_id"] == f"held-{row['columns']['answer'] - 5:06d}"
@@ -163,15 +163,16 @@ def test_each_row_is_opened_with_its_own_seed(store, policy, source, tmp_path, m
         assert row["messages"][-1]["content"].endswith(f"seed {seed}")
 
 
-def test_each_iteration_takes_the_next_rows_of_each_epochs_shuffle():
-    taken = [choose(10, 4, 7, iteration) for iteration in range(25)]
+def test_each_round_takes_the_next_rows_of_each_epochs_shuffle():
+    taken = [choose(10, 4, 7, round) for round in range(1, 26)]
     flat = [row for rows in taken for row in rows]
     for epoch in range(10):
         assert sorted(flat[10 * epoch : 10 * epoch + 10]) == list(range(10))
     assert all(len(set(rows)) == 4 for rows in taken) and flat[:10] != flat[10:20]
     assert sorted(choose(3, 10, 0, 5)) == [0, 1, 2]
-    assert choose(10, 4, 7, 3) == taken[3]
-    assert choose(10, 4, 8, 0) != taken[0]
+    assert choose(10, 4, 7, 4) == taken[3]
+    assert choose(10, 4, 7, 0) == taken[0], "an evaluation takes the first rows"
+    assert choose(10, 4, 8, 1) != taken[0]
     assert choose(5, None, 3, 9) == [0, 1, 2, 3, 4]
 
 
@@ -185,9 +186,9 @@ def test_the_next_policy_with_the_same_tokenizer_is_a_cache_hit(store, policy, s
 
     first = made()
     other = tiny.make_policy(store, "other", seed=1)
-    assert made(policy=other, iteration=4, seed=9) == made(template_seconds=3) == first
+    assert made(policy=other, round=4, seed=9) == made(template_seconds=3) == first
     assert made(force=True).version == 2
-    limited = [made(limit=3, iteration=iteration) for iteration in (0, 1, 0)]
+    limited = [made(limit=3, round=round) for round in (1, 2, 1)]
     assert limited[0] == limited[2] != limited[1]
 
 
@@ -230,7 +231,7 @@ def test_a_template_that_changes_behind_the_plan_is_refused(store, policy, tmp_p
         arguments={"template": str(template)},
         template=str(template),
     )
-    with pytest.raises(ConfigError, match=r"own.jinja: it changed since it was planned"):
+    with pytest.raises(ConfigError, match=r"own.jinja: it has changed since the stage was planned"):
         run(config, store)
     assert template.read_text().endswith("A:!!")
 
@@ -245,7 +246,7 @@ def test_a_resolved_config_is_planned_and_found_without_its_source(store, policy
     Path(source).unlink()
     assert run(resolved, store) == first
     with pytest.raises(ConfigError, match="there is no file"):
-        run(resolved.model_copy(update={"iteration": 1}), store)
+        run(resolved.model_copy(update={"round": 2}), store)
 
 
 def test_finished_shards_are_taken_up(store, policy, tmp_path):
@@ -271,7 +272,7 @@ def test_too_long_is_an_error_that_names_the_place_in_the_source(store, policy, 
         run(Config(source=ids, reserve_tokens=1), store)
     with pytest.raises(ConfigError, match="leaves no room"):
         run(Config(source=ids, reserve_tokens=256), store)
-    chosen = {"limit": 3, "seed": 5, "iteration": 1}
+    chosen = {"limit": 3, "seed": 5, "round": 2}
     with pytest.raises(ConfigError) as caught:
         run(Config(source=source, prompt="question", max_prompt_tokens=6, **chosen), store)
     prompt, row = re.match(r"prompt (\d+) \(row (\d+) of ", caught.value.object).groups()
@@ -318,7 +319,7 @@ BAD = [
     (
         {"group_id": "k"},
         [{"prompt": "a", "k": "x"}, {"prompt": "b", "k": "x"}],
-        "row 2.*'x' stands in row 1 too",
+        "row 2.*'x' is also in row 1",
     ),
     ({"group_id": "k"}, [{"prompt": "a", "k": 1}, {"prompt": "b", "k": None}], "row 2.*is empty"),
     ({}, [{"prompt": "a"}, {"prompt": None}], "000001.*holds null, expected text"),

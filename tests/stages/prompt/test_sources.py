@@ -89,7 +89,7 @@ def test_a_generator_is_hashed_by_its_rows(tmp_path, monkeypatch):
         ("made.py:sum", "did you mean sums"),
         ("made.py:breaks", "KeyError: 'gone'"),
         ("made.py:lists", "row 1: expected an object, found list"),
-        ("made.py:numbered", "made.py:numbered row 2: the key 1 is no text"),
+        ("made.py:numbered", "made.py:numbered row 2: the key 1 is not text"),
         ("made.py:broken", "made.py:broken row 1: the key .* has a NUL character"),
         ("made.py:sums", "missing 1 required positional argument"),
         ("none.py:sums", "there is no file"),
@@ -115,7 +115,7 @@ BAD_LINES = [
     (b'{"q": "a\x00b"}', "line 2.*not JSON"),
     (b'{"q": "\\ud800"}', "line 2.*lone surrogate"),
     (b'{"q": "cut', "line 2.*not JSON"),
-    (b'{"q": 1, "q": 2}', "line 2: cannot be read: a key stands twice: q"),
+    (b'{"q": 1, "q": 2}', "line 2: cannot be read: a key occurs twice: q"),
     (b'{"q": NaN}', "line 2.*NaN"),
     (b'{"q": -1e400}', "line 2.*-1e400 is more than a float holds"),
     (b"[1, 2]", "line 2.*expected an object, found list"),
@@ -148,7 +148,9 @@ def test_an_item_of_an_array_is_no_line(tmp_path):
 def test_an_object_over_several_lines_is_named(tmp_path, suffix):
     path = tmp_path / f"rows.{suffix}"
     path.write_text(json.dumps({"data": [{"q": "fine"}]}, indent=2))
-    with pytest.raises(ConfigError, match="holds one object over several lines: an array of obj"):
+    with pytest.raises(
+        ConfigError, match="holds one object over several lines, expected an array of obj"
+    ):
         read(str(path))
 
 

@@ -208,7 +208,7 @@ def test_ids_are_those_of_transformers(policy_of, family, caplog):
                 ]
             prompt = renderer.render(name, messages, variables={"tools": tools})
             assert prompt["prompt_ids"] == expected(tokenizer, given, tools), name
-    unwanted = ("stays text", "begins the assistant's turn", "an answer ends")
+    unwanted = ("stays text", "begins the assistant's turn", "ends an answer")
     assert not [each for each in warnings(caplog) if any(map(each.__contains__, unwanted))]
 
 
@@ -475,7 +475,7 @@ def test_templates_of_which_none_is_the_default_are_named(policy_of):
     tokenizer = byte_tokenizer(FAMILIES["qwen3"])
     tokenizer.chat_template = {"rag": tiny.CHATML, "tool_use": tiny.CHATML}
     policy, _ = policy_of("nameless", tokenizer)
-    with pytest.raises(ConfigError, match="the chat templates rag, tool_use, of which none"):
+    with pytest.raises(ConfigError, match="the chat templates rag, tool_use, and none"):
         opened(policy).__enter__()
 
 
@@ -534,8 +534,8 @@ def test_arguments_of_a_row_reach_the_template(policy_of):
         ({"tools": '"search"'}, "column tools holds text, expected a list of schemas"),
         ({"tools": [{"type": "function"}]}, "expected a function's schema"),
         ({"arguments": [1]}, f"column {ARGUMENTS} holds a list, expected an object"),
-        ({"arguments": {"messages": []}}, "sets messages, which is no argument"),
-        ({"arguments": {"eos_token": "x"}}, "sets eos_token, which is no argument"),
+        ({"arguments": {"messages": []}}, "sets messages, which a row cannot set"),
+        ({"arguments": {"eos_token": "x"}}, "sets eos_token, which a row cannot set"),
     ],
 )
 def test_cells_that_no_template_takes_are_named(cells, why):
@@ -604,13 +604,13 @@ BEGUN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 @pytest.mark.parametrize(
     ("template", "config", "told"),
     [
-        (TURNS, {}, "nothing begins the assistant's turn in the prompt, where the policy's chat"),
+        (TURNS, {}, "nothing begins the assistant's turn in the prompt, although the policy's"),
         (
             TURNS + BEGUN,
             {"template_arguments": {"add_generation_prompt": False}},
             "writes '<|im_start|>assistant' before an answer",
         ),
-        (TURNS + BEGUN + "<|im_end|>", {}, "the prompt ends with <|im_end|>, at which"),
+        (TURNS + BEGUN + "<|im_end|>", {}, "the prompt ends with <|im_end|>, which"),
     ],
 )
 def test_prompts_in_which_no_answer_can_begin_are_told(qwen3, caplog, template, config, told):

@@ -117,7 +117,7 @@ def test_what_is_missing_is_told_before_anything_runs():
     ):
         with pytest.raises(ConfigError, match=words):
             preview(Config(functions=[section]), columns)
-    with pytest.raises(ValueError, match="style is of a function of yours"):
+    with pytest.raises(ValueError, match="style applies only to your own function"):
         FunctionConfig(use="numeric", style="verl")
 
 

@@ -16,7 +16,7 @@ from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.core.config import parse
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.prompt.stage import Config as PromptConfig
-from quiver.stages.reward.config import Config, pinned
+from quiver.stages.reward.config import Config, with_fingerprints
 from quiver.stages.reward.models.config import ModelConfig, check, fingerprint, model_entry
 from quiver.stages.reward.models.scorer import ModelScorer
 from tests import tiny
@@ -307,8 +307,8 @@ def test_kinds_are_not_mixed_up(model, of_three, tmp_path):
 
 def test_fields_that_do_not_go_together():
     for fields, why in (
-        ({"label": 0, "kind": "token"}, "label is no field of kind 'token'"),
-        ({"against": "No"}, "against is no field of kind 'classifier'"),
+        ({"label": 0, "kind": "token"}, "label is not a field of kind 'token'"),
+        ({"against": "No"}, "against is not a field of kind 'classifier'"),
         ({"engine_args": {"max_num_seqs": 8}}, "engine_args are for engine 'vllm'"),
         ({"engine": "vllm", "engine_args": {"seed": 1}}, "seed cannot be set here"),
         ({"engine": "vllm", "kind": "token"}, "a judge on vLLM needs against"),
@@ -345,7 +345,7 @@ def test_the_fingerprint_is_of_weights_tokenizer_and_template(model, tmp_path):
     ):
         assert changed != first
     with pytest.raises(ConfigError, match="fingerprint expected"):
-        pinned(Config(models=[{"model": str(other), "fingerprint": first}]))
+        with_fingerprints(Config(models=[{"model": str(other), "fingerprint": first}]))
 
 
 def test_the_run_key_holds_what_decides_and_nothing_else():

@@ -90,7 +90,7 @@ def test_unknown_rollouts_and_other_kinds_are_refused(store, paid, replace):
     why = r"override 0-sum-9999-0.*arith/rewards@1 has no such rollout"
     with pytest.raises(ConfigError, match=why):
         replace(paid, {"0-sum-0-0": 1.0, "0-sum-9999-0": 1.0})
-    with pytest.raises(LineageError, match="is no rewards version"):
+    with pytest.raises(LineageError, match="is not a rewards version"):
         replace(store.open("arith/rollouts@1"), {"0-sum-0-0": 1.0})
     assert store.numbers("arith", "rewards") == [1]
 
@@ -98,7 +98,7 @@ def test_unknown_rollouts_and_other_kinds_are_refused(store, paid, replace):
 def test_a_retry_takes_over_what_was_scored_not_what_was_said(store, paid, replace, score):
     said = replace(paid, {"0-sum-0-0": 9.0})
     rollouts = store.open("arith/rollouts@1")
-    why = r"a person replaced rewards of arith/rewards@1"
+    why = r"it replaces rewards of arith/rewards@1"
     with pytest.raises(ConfigError, match=why) as caught:
         score(rollouts, "mine.py:flaky", retry=said, max_invalid=0.1)
     assert caught.value.next.startswith("--retry arith/rewards@1")
@@ -109,7 +109,7 @@ def test_a_file_of_overrides(tmp_path):
     path.write_text(json.dumps({**WHY, "overrides": {"a": 1}}))
     assert override.load(path) == Config(**WHY, overrides={"a": 1.0})
     wrong = {
-        '{"author": "ada", "author": "bob"}': "a key stands twice",
+        '{"author": "ada", "author": "bob"}': "a key occurs twice",
         '{"author": "ada", "reason": "x", "overrides": {"a": NaN}}': "NaN is not JSON",
         '{"autor": "ada", "reason": "x", "overrides": {"a": 1}}': "did you mean author",
         "[]": "valid dictionary",

@@ -124,7 +124,11 @@ def test_a_server_that_runs_nothing_is_an_error_and_no_number():
     [
         ("http://127.0.0.1:1", "canary", "must be env:NAME"),
         ("http://127.0.0.1:1", "env:MISSING_TOKEN", "variable MISSING_TOKEN is not set"),
-        ("http://scores.example:8/run", "env:SANDBOX_TOKEN", "would go to scores.example in the"),
+        (
+            "http://scores.example:8/run",
+            "env:SANDBOX_TOKEN",
+            "would go to scores.example unencrypted",
+        ),
         ("http://127.0.0.1:1/run?key=canary", "", "has a user, a query"),
     ],
 )
@@ -140,7 +144,7 @@ def test_tokens_and_urls_are_checked(url, token, problem, monkeypatch):
     [
         ({"sandbox_token": "sk-canary"}, "sandbox_token must be env:NAME"),
         ({"sandbox_url": "https://me:sk-canary@scores.example/run"}, "has a user"),
-        ({"sandbox_url": "http://scores.example", "sandbox_token": "env:KEY"}, "in the clear"),
+        ({"sandbox_url": "http://scores.example", "sandbox_token": "env:KEY"}, "unencrypted"),
     ],
 )
 def test_a_recipe_is_no_place_for_a_secret(arguments, problem):

@@ -14,10 +14,10 @@ started = []
 NEW_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"}
 sys.addaudithook(lambda event, arguments: started.append(event) if event in NEW_PROCESS else None)
 
-from quiver.stages.reward.config import Config, pinned
+from quiver.stages.reward.config import Config, with_fingerprints
 
 config = Config.model_validate_json(sys.argv[1])
-found = {scorer.name: scorer.fingerprint for scorer in pinned(config)[0].scorers}
+found = {scorer.name: scorer.fingerprint for scorer in with_fingerprints(config)[0].scorers}
 heavy = {"torch", "transformers", "vllm", "mine"} & set(sys.modules)
 print(json.dumps([found, started, sorted(heavy)]))
 """

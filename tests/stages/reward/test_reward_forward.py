@@ -138,6 +138,6 @@ def test_random_heads_are_refused(tmp_path):
     about = json.loads((folder / "config.json").read_text())
     about["architectures"] = ["LlamaForSequenceClassification"]
     (folder / "config.json").write_text(json.dumps(about))
-    why = r"1 weights are missing, which would be random: score\.weight"
+    why = r"1 weights are missing and would be random: score\.weight"
     with pytest.raises(ConfigError, match=why):
         forward_of(folder)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from quiver.schemas.errors import ConfigError, RewardError
-from quiver.stages.core.run.runner import Call, find, perform
+from quiver.stages.core.run.runner import Call, find_or_make, find_outcome
 from quiver.stages.reward.models.config import ModelConfig, fingerprint, model_entry
 from quiver.stages.reward.models.scorer import ModelScorer
 from tests.stages.model import test_hashes
@@ -83,13 +83,13 @@ def test_weights_are_read_once_to_plan_and_once_to_score(call, cache, hashed, la
     """However often it is planned: a flow looks twice before the process that scores does."""
     call = call(kind)
     for _ in range(2):
-        assert find(call) is None and hashed.count(WEIGHTS) == 1
+        assert find_outcome(call) is None and hashed.count(WEIGHTS) == 1
     if kind == "models":
-        outcome = perform(call)
-        assert not outcome.cached and find(call).ref == outcome.ref
+        outcome = find_or_make(call)
+        assert not outcome.cached and find_outcome(call).ref == outcome.ref
     else:
         with pytest.raises(RewardError, match="similarity"):  # it is no encoder
-            perform(call)
+            find_or_make(call)
     assert hashed.count(WEIGHTS) == 2
 
 
@@ -98,7 +98,7 @@ def test_a_model_that_is_not_the_planned_one_does_not_score(
 ):
     """Its file looks unchanged, so the plan believes its memory; the bytes are read to score."""
     call = call("models")
-    assert find(call) is None
+    assert find_outcome(call) is None
     make_model(tmp_path / "rm", seed=1)
     (entry,) = (path for path in cache.iterdir() if f"/{WEIGHTS}" in path.read_text())
     note = json.loads(entry.read_text())
@@ -111,6 +111,6 @@ def test_a_model_that_is_not_the_planned_one_does_not_score(
     }
     entry.write_text(json.dumps(note))
     with pytest.raises(ConfigError, match=r"reward rm: fingerprint expected .*, found"):
-        perform(call)
+        find_or_make(call)
     assert [ref for ref in map(str, store.refs()) if "rewards" in ref] == []
-    assert not perform(call).cached  # the memory is right now
+    assert not find_or_make(call).cached  # the memory is right now

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from quiver.stages.core.run.runner import Call, perform, run_call
+from quiver.stages.core.run.runner import Call, find_or_make, run_call
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from tests.faults.scenes import killed
@@ -62,7 +62,7 @@ def require_same(store: Store, other: Store) -> None:
 def test_any_number_scores_what_one_scores(rollouts, tmp_path):
     uses = "numeric", "mine.py:sometimes", "mine.py:slow"
     other = copy(rollouts, tmp_path / "alone")
-    perform(call(other, *uses))
+    find_or_make(call(other, *uses))
     answers = [worker.answer() for worker in start(call(rollouts, *uses), 3)]
     assert [answer["ref"] for answer in answers] == ["arith/rewards@1"] * 3
     assert [answer["cached"] for answer in answers].count(False) == 1
@@ -71,7 +71,7 @@ def test_any_number_scores_what_one_scores(rollouts, tmp_path):
 
 def test_kill_9_of_one_is_nothing_to_the_other(rollouts, tmp_path):
     other = copy(rollouts, tmp_path / "alone")
-    perform(call(other, "mine.py:slow"))
+    find_or_make(call(other, "mine.py:slow"))
     killed, left = start(call(rollouts, "mine.py:slow"), 2)
     work = rollouts.path / "arith/rewards/.work"
 
@@ -94,7 +94,7 @@ def test_kill_9_with_an_answer_at_hand(rollouts, tmp_path, record_property, plac
     for trial in range(trials):
         store = copy(rollouts, tmp_path / str(trial))
         scored = call(store, "mine.py:slow" if trial % 2 else "numeric")
-        run = perform if place == "worker.answered" else run_call
+        run = find_or_make if place == "worker.answered" else run_call
         time = 2 + trial % 4 if place == "worker.answered" else 1
 
         def steps(run=run, scored=scored):

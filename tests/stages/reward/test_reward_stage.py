@@ -310,7 +310,7 @@ def test_a_config_that_can_not_be():
     numeric = {"functions": [{"use": "numeric"}]}
     for section, why in (
         ({"functions": []}, "functions"),
-        ({"functions": [{"use": "mine.py:a"}, {"use": "other.py:a"}]}, "name a stands twice"),
+        ({"functions": [{"use": "mine.py:a"}, {"use": "other.py:a"}]}, "name a is used twice"),
         ({"functions": [{"use": "numeric", "wieght": 2}]}, "did you mean weight"),
         ({"functions": [{"use": "numeric", "weight": float("nan")}]}, "weight"),
         ({**numeric, "reward_clip": [1, 0]}, "low end must be below"),

@@ -147,7 +147,7 @@ def test_one_turn_rollouts_offer_no_turns(store, policy, rollouts, score):
     prompts = world.write_prompts(store, single, "single")
     version = episodes.write(store, policy, single, "single", prompts)
     for use in ("environment", "mine.py:talk"):
-        why = r"needs (end_reason|transcript|turns), which episodes alone have"
+        why = r"needs (end_reason|transcript|turns), which only episodes have"
         with pytest.raises(ConfigError, match=why):
             score(version, use)
 

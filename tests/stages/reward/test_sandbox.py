@@ -328,7 +328,7 @@ LAYERS = {
     "pid": "bwrap: Creating new namespace failed",
     "ipc": "bwrap: Creating new namespace failed",
     "uts": "bwrap: Creating new namespace failed",
-    "ids": "no user nobody of its own: Operation not permitted",
+    "ids": "cannot map a user nobody into the sandbox: Operation not permitted",
 }
 
 

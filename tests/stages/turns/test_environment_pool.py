@@ -189,7 +189,7 @@ def test_an_environment_that_answers_otherwise_when_it_is_played_again_has_faile
         assert ask(pool, victim, "exclaim").failure == "environment_error"
         reply = ask(pool, key, "who")
         assert reply.failure == "environment_error"
-        assert "was lost, and when it was played again it answered otherwise" in reply.why
+        assert "was lost, and when it was played again it answered differently" in reply.why
         assert ask(pool, fresh, "who").failure is None, "it had no turn to be played again"
 
 
@@ -370,7 +370,7 @@ def test_an_answer_too_many_ends_the_process_and_costs_its_own_episode(tmp_path)
         assert [ask(pool, keys[place], "go").step.text for place in (0, 2)] == ["0 2", "2 2"]
         reply = ask(pool, keys[1], "go")
     assert reply.failure == "environment_error"
-    assert reply.why == "its process ended after an answer too many, 2 times"
+    assert reply.why == "its process ended after one answer too many, 2 times"
 
 
 def test_pictures_that_are_no_text_are_no_answer():

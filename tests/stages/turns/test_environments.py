@@ -200,7 +200,7 @@ def test_what_has_no_text_of_its_own_is_an_error_of_the_tool():
     """Where it lies in memory would be another text in every run."""
     for returned in (object(), {"key": object()}):
         message = call_tool({"look": lambda: returned}, Call("look", {}))  # noqa: B023
-        why = "a object is no text, and cannot be written as JSON"
+        why = "a object is not text, and cannot be written as JSON"
         assert message["content"] == f"Error: TypeError: {why}"
 
 
@@ -407,7 +407,7 @@ def test_a_flood_of_an_openenv_server_is_read_to_a_limit_and_never_unpacked(floo
         ({"environment": "Guess"}, "expected file.py:name"),
         ({"environment": "gymnasium:"}, "gymnasium:"),
         ({"tools": ["pythn"]}, "did you mean python"),
-        ({"tools": ["python:3"]}, "no such name"),
+        ({"tools": ["python:3"]}, "is not known"),
         ({"tools": ["python"], "arguments": {"a": 1}}, "tools take none"),
         ({"tools": ["python"], "parser": "hermess"}, "did you mean hermes"),
         ({"tools": ["python"], "max_turns": 0}, "greater than or equal to 1"),

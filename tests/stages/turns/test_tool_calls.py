@@ -77,7 +77,7 @@ def test_a_turn_without_calls_is_text(parse, text):
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "is a list, expected"),
         (
             '<tool_call>{"name": "add", "parameters": {"a": 1}}</tool_call>',
-            'the call of add has the key "parameters", expected "name" and "arguments" alone',
+            'the call of add has the key "parameters", expected only "name" and "arguments"',
         ),
         (hermes({**ADD, "id": "c1"}), 'the call of add has the key "id"'),
         (hermes({"name": "add", "arguments": None}), "is null, expected a JSON object"),
@@ -151,7 +151,7 @@ def test_a_call_before_an_end_of_thinking_that_was_not_begun_is_told():
     assert parsed == ParsedTurn(
         "So: ",
         (),
-        "a call stands before </think>: thinking holds no calls, write it behind the thinking",
+        "a call comes before </think>: write calls after the thinking, not in it",
     )
     text = "I could " + hermes(SAY) + "</think>"
     assert parse_hermes(text + hermes(ADD)) == ParsedTurn(text, (Call("add", ADD["arguments"]),))

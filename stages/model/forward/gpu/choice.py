@@ -135,7 +135,7 @@ def in_order(index: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Copies(torch.autograd.Function):
-    """Rows `index` [K] of keys and values [N, h, e], contiguous.
+    """Rows `index` [K] of keys and values [L, h, e], contiguous.
 
     The kernel for sequences of any lengths needs them. The gradient of a lookup would sort its
     index in every layer; here the index was sorted once, with the layout: `copies` and `offsets`

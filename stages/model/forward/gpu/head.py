@@ -141,7 +141,9 @@ def _is_right(device: str, dtype: torch.dtype) -> bool:
         log.warning("the head's kernels do not run here (%s); using plain operations", error)
         return False
     if not is_right and dtype != torch.float32 and not makes_float32(hidden):
-        log.info("products of %s leave no float32 here; the head takes plain operations", dtype)
+        log.info(
+            "products of %s do not stay in float32 here; the head uses plain operations", dtype
+        )
     elif not is_right:
         log.warning("the head's kernels are wrong here; using plain operations")
     return is_right

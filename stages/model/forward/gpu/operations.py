@@ -347,7 +347,7 @@ def rotate(
     query_dtype: torch.dtype,
     key_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries [N, H, e] and keys [N, h, e] by contiguous cosines and sines [N, e].
+    """Rotate queries [L, H, e] and keys [L, h, e] by contiguous cosines and sines [L, e].
 
     If `inverse`, rotate back, which is the gradient. Both results are contiguous, in the given
     dtypes.

@@ -106,7 +106,7 @@ def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     score = None
     error = ""
     if choice.finish_reason == "length":
-        error = "the judge's answer was cut by its length"
+        error = "the judge's answer was cut at its token limit"
     else:
         try:
             score = float(re.findall(config.score_pattern, text[-_LAST:])[-1])

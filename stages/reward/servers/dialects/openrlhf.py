@@ -67,7 +67,7 @@ def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     key = config.score_key or "rewards"
     numbers = getattr(answered, key)
     if not isinstance(numbers, list) or len(numbers) != num_rows:
-        raise MalformedError(f"{key} is no list of {num_rows} items")
+        raise MalformedError(f"{key} is not a list of {num_rows} items")
     parts = []
     for place, number in enumerate(numbers):
         extras = {name: column[place] for name, column in columns.items()}

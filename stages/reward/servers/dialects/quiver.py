@@ -67,7 +67,7 @@ def decode(answer: Any, rows: list[Row], config: Any) -> list[Part]:
     answered = read_as(_Answered, answer).rows
     row_of = {row.id: row for row in answered}
     if len(answered) != len(rows) or row_of.keys() != {row.id for row in rows}:
-        raise MalformedError("the ids of its rows are not those asked for, each once")
+        raise MalformedError("its rows must have the requested ids, each once")
     parts = []
     for row in rows:
         answer_row = row_of[row.id]
@@ -106,7 +106,7 @@ class Request(_Strict):
     @model_validator(mode="after")
     def _even(self) -> Request:
         if len({row.id for row in self.rows}) != len(self.rows):
-            raise ValueError("an id stands twice")
+            raise ValueError("an id occurs twice")
         if any(row.columns.keys() != self.rows[0].columns.keys() for row in self.rows):
             raise ValueError("every row of a request must have the same columns")
         return self

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quiver.flows.verification import verify
-from quiver.stages.core.run.runner import Call, find
+from quiver.stages.core.run.runner import Call, find_outcome
 from quiver.stages.core.store import Store
 from tests.finished import ALIKE, CALLS
 
@@ -32,14 +32,14 @@ def store(finished, tmp_path_factory):
 
 @pytest.mark.parametrize("entry", NEWEST, ids=lambda entry: f"{entry.stage}: {entry.name}")
 def test_what_was_finished_is_done_already(store, entry):
-    outcome = find(entry.on(store))
+    outcome = find_outcome(entry.on(store))
     assert outcome is not None and (outcome.ref, outcome.cached) == (entry.ref, True)
 
 
 def test_another_config_is_other_work(store):
     entry = next(entry for entry in CALLS if entry.ref == "golden/rollouts@1")
     config = {**entry.config, "seed": 8}
-    assert find(Call(entry.stage, config, store, entry.refs, entry.into)) is None
+    assert find_outcome(Call(entry.stage, config, store, entry.refs, entry.into)) is None
 
 
 def test_the_store_is_whole(store):
@@ -57,7 +57,7 @@ os.fork = os.posix_spawn = refuse
 import quiver.stages.core.run.runner as runner
 store, calls = sys.argv[1], json.load(sys.stdin)
 for stage, config, refs, into, ref in calls:
-    outcome = runner.find(runner.Call(stage, config, store, refs, into))
+    outcome = runner.find_outcome(runner.Call(stage, config, store, refs, into))
     assert (outcome and outcome.ref) == ref, (stage, config)
 heavy = {"torch", "transformers", "vllm", "accelerate", "prefect"}
 print(len(calls), started, sorted(heavy & set(sys.modules)))
@@ -90,8 +90,8 @@ import torch
 """
 RESOLVING = """
 import json, sys
-from quiver.stages.core.run.stage import load
-stage = load("optimize")
+from quiver.stages.core.run.stage import load_stage
+stage = load_stage("optimize")
 for config in json.load(sys.stdin):
     print(stage.resolve(stage.Config(**config)).model_dump_json())
 """

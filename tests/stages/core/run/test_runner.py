@@ -11,11 +11,11 @@ import pytest
 
 from quiver import run_stage
 from quiver.schemas.errors import ConfigError
-from quiver.stages.core.run import holding, runner
+from quiver.stages.core.run import runner, stage_process
 from quiver.stages.core.run.call import Call, Where, quiver_version
-from quiver.stages.core.run.holding import StageProcess
-from quiver.stages.core.run.runner import find, perform, run_call
+from quiver.stages.core.run.runner import find_or_make, find_outcome, run_call
 from quiver.stages.core.run.stage import Plan, is_made_alike
+from quiver.stages.core.run.stage_process import StageProcess
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.retention import remove
 from tests.stages.core.store.test_store import Settings, commit
@@ -44,7 +44,7 @@ def test_an_unexpected_error_is_told_as_such(store, tmp_path):
     assert (code, error["code"], error["object"]) == (2, "E-CONFIG", "stage policy")
     code, answer, stderr = answer_of(tmp_path, **call, config={"model": "x"}, surprise=1)
     assert (code, answer["error"]["code"]) == (1, "E-INTERNAL")
-    assert answer["error"]["message"].startswith("a defect of Quiver's: TypeError: ")
+    assert answer["error"]["message"].startswith("a bug in Quiver: TypeError: ")
     assert answer["error"]["next"].startswith("report it") and "Traceback" in stderr
 
 
@@ -91,10 +91,10 @@ def test_a_typed_error_crosses_the_process(store):
 
 def test_finished_work_is_found_without_a_child(store, tmp_path):
     call = Call("policy", {"model": str(make_folder(tmp_path / "model"))}, store.path, into="b")
-    assert find(call) is None
+    assert find_outcome(call) is None
     first = run_call(call)
     assert (first.ref, first.cached) == ("b/policy@0", False)
-    again = find(call)
+    again = find_outcome(call)
     assert (again.ref, again.cached) == ("b/policy@0", True)
     model = {"model": str(tmp_path / "model")}
     assert str(run_stage("policy", model, store, into="b")) == "b/policy@0"
@@ -103,16 +103,16 @@ def test_finished_work_is_found_without_a_child(store, tmp_path):
 def test_what_can_not_be_shared_or_is_no_stage_says_so(store, policy):
     call = Call("policy", {"model": str(store.path)}, store.path, into="c", share=True)
     with pytest.raises(ConfigError, match=r"cannot be shared|config\.json"):
-        perform(call)
+        find_or_make(call)
     with pytest.raises(ConfigError, match="expected one of policy, prompt"):
-        find(Call("promt", {}, store.path))
+        find_outcome(Call("promt", {}, store.path))
 
 
 def test_a_stage_that_knows_no_ranks_is_refused_to_the_second_one(store, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     call = Call("policy", {"model": str(make_folder(tmp_path))}, store.path, into="a")
     with pytest.raises(ConfigError, match="cannot be shared among ranks"):
-        perform(call)
+        find_or_make(call)
 
 
 @pytest.fixture
@@ -126,9 +126,9 @@ def second_rank(store, monkeypatch):
         planned = {"Config": Settings, "plan": lambda *_: plan}
         stage = SimpleNamespace(RANKS=True, make=make, **planned)
         monkeypatch.setenv("RANK", "1")
-        monkeypatch.setattr(runner, "load", lambda name: stage)
+        monkeypatch.setattr(runner, "load_stage", lambda name: stage)
         monkeypatch.setattr(runner.time, "sleep", sleep)
-        return perform(Call("logprobs", {}, store.path, force=force), store).ref
+        return find_or_make(Call("logprobs", {}, store.path, force=force), store).ref
 
     return start
 
@@ -158,6 +158,16 @@ def test_what_another_release_of_a_stage_made_is_not_made_alike(store):
     assert is_made_alike(first, again) and not is_made_alike(first, newer)
 
 
+def test_a_config_with_a_key_that_is_gone_is_not_made_alike(store):
+    """Such as `iteration` of generate, which is called `round` now."""
+    now = commit(store).manifest.model_copy(
+        update={"stage": "generate", "config": {"engine": "scripted", "round": 1}}
+    )
+    before = now.model_copy(update={"config": {"engine": "scripted", "iteration": 1}})
+    assert not is_made_alike(now, before)
+    assert is_made_alike(before, before)
+
+
 def test_one_process_does_the_calls_of_all_stages_and_fails_once(tmp_path, monkeypatch):
     make_folder(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"question": "What is 1 plus 5?"}\n')
@@ -167,12 +177,12 @@ def test_one_process_does_the_calls_of_all_stages_and_fails_once(tmp_path, monke
     prompt = Call("prompt", config, store.path, {"policy": "a/policy@0"}, into="a", force=True)
     started = []
     monkeypatch.setattr(
-        holding,
+        stage_process,
         "StageProcess",
         lambda *about: started.append(StageProcess(*about)) or started[-1],
     )
-    with holding.in_one_process():
-        holding.hold("generate", {})  # needs none
+    with stage_process.one_child_for_any_stage():
+        stage_process.start_ahead("generate", {})  # needs none
         refs = [run_call(call).ref for call in (policy, prompt, prompt)]
         assert refs == ["a/policy@0", "a/prompts@1", "a/prompts@2"]
         with pytest.raises(ConfigError, match="there is no such"):

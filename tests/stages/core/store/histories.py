@@ -14,7 +14,7 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.listing import EXPIRED, NO_OPTIMIZER
 from quiver.stages.core.store.retention import Rule, collect, remove
 from quiver.stages.core.store.tags import previous
-from quiver.stages.model.checkpoints import as_model
+from quiver.stages.model.checkpoints import model_entry
 from tests.stages.core.store.test_store import table
 from tests.writing import begin
 
@@ -37,7 +37,7 @@ def plan(number: int, inputs: dict | None = None, models: dict | None = None) ->
         "stage_version": 1,
         "config": Made(number=number),
         "inputs": inputs or {},
-        "models": tuple(as_model(role, version) for role, version in (models or {}).items()),
+        "models": tuple(model_entry(role, version) for role, version in (models or {}).items()),
     }
 
 

@@ -596,3 +596,18 @@ def test_whatever_happens_what_is_reachable_stays(store, seed):
 @pytest.mark.parametrize("seed", range(100, 600))
 def test_whatever_happens_in_500_histories(store, seed):
     live_through(store, seed, 60)
+
+
+def test_what_is_made_again_serves_those_made_of_the_first(store):
+    first = commit(store)
+    second = commit(store, Settings(seed=1), inputs={"other": first})
+    entry = second.manifest.require_input("other")
+    remove(store, first.ref)
+    with pytest.raises(LineageError, match="removed on purpose"):
+        store.open_input(entry)
+    again = commit(store)
+    assert str(again.ref) == "a/logprobs@3" and store.open_input(entry).ref == again.ref
+    commit(store, Settings(seed=2))
+    store.tag("a", "prod", second.ref)
+    collect(store, Rule(keep=1, grace_seconds=0), apply=True)
+    assert [ref.version for ref in store.refs()] == [2, 3, 4]

@@ -24,7 +24,7 @@ from quiver.schemas.errors import (
     ResourceError,
     SchemaError,
 )
-from quiver.schemas.manifest import FORMAT, MAX_BYTES, Model, canonical, digest
+from quiver.schemas.manifest import FORMAT, MAX_BYTES, ModelEntry, canonical, digest
 from quiver.schemas.refs import Ref
 from quiver.stages.core.config import Config, Runtime
 from quiver.stages.core.run.stage import Plan
@@ -196,7 +196,7 @@ def test_a_file_too_many_is_found(store):
     copy = version.files.path("part-00002-01234567.arrow")
     copy.write_bytes(shard(version, 1).read_bytes())
     _, bad = verify(store)
-    assert f"{copy.name}: is no file of this version" in str(bad[0])
+    assert f"{copy.name}: is not a file of this version" in str(bad[0])
     subprocess.run(bad[0].next, shell=True, check=True)
     assert verify(store) == (1, [])
 
@@ -254,7 +254,7 @@ def test_an_id_in_two_shards_is_not_committed(store):
     with work_on(store) as work:
         work.write(0, table(0))
         work.write(1, table(1))
-        with pytest.raises(SchemaError, match="'r1' stands more than once"):
+        with pytest.raises(SchemaError, match="'r1' occurs more than once"):
             work.commit()
 
 
@@ -294,7 +294,7 @@ def test_damage_is_found_before_parsing_and_named(store, damage):
 def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
     """Rollouts have their policy among the models, not among the inputs."""
     first = commit(store)
-    model = Model(role="policy", ref=str(first.ref), weights="w", tokenizer="t", template="m")
+    model = ModelEntry(role="policy", ref=str(first.ref), weights="w", tokenizer="t", template="m")
     commit(store, Settings(seed=1), inputs={"other": first})
     commit(store, Settings(seed=2), models=(model,))
     store.tag("a", "prod", first.ref)
@@ -302,7 +302,9 @@ def test_verify_says_what_helps_and_what_refers_to_what_is_lost(store):
     for ref in ("a/logprobs@1", "a/logprobs@prod", None):
         error = verify(store, ref)[1][0]
         assert error.next == "quiver verify a/logprobs@1 --quarantine"
-        assert error.state.endswith("this one: tag prod, a/logprobs@2, a/logprobs@3.")
+        assert error.state.endswith(
+            "tags and versions that refer to this one: tag prod, a/logprobs@2, a/logprobs@3."
+        )
     first.files.path("manifest.json").write_bytes(b"")
     assert "--quarantine" in verify(store, "a/logprobs@1")[1][0].next
 

@@ -77,8 +77,10 @@ def test_where_tf32_is_allowed_its_last_digits_may_differ(interpreted):
 
 def test_it_is_told_once_what_stays_because_its_numbers_differ(interpreted):
     of_norms, of_head = interpreted["told"]
-    assert of_norms == ("INFO Clipped: runs without kernels, for they would compute something else")
-    assert of_head.startswith("INFO products of torch.float16 leave no float32 here")
+    assert of_norms == (
+        "INFO Clipped: runs without kernels, because they would compute something else"
+    )
+    assert of_head.startswith("INFO products of torch.float16 do not stay in float32 here")
 
 
 def test_attention_that_is_called_in_another_way_is_no_reason_to_warn(monkeypatch, caplog):

@@ -98,7 +98,7 @@ def packed(
     logprobs = torch.zeros(len(sequences.completions.values))
     for pieces in policy.microbatches(range(len(numbers)), numbers, sequences, budget):
         layout = policy.layout(pieces, sequences)
-        places = sequences.completions.positions(layout.rows)
+        places = sequences.completions.places(layout.rows)
         logprobs = logprobs.index_copy(0, places, policy(layout)[0])
     return logprobs
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quiver.stages.model.forward.policy import Policy, score
+from quiver.stages.model.forward.policy import Policy, compute_logprobs
 from quiver.stages.model.forward.precision import narrow, onednn_is_exact, products, resolve
 from quiver.stages.model.forward.verify import choose_mode
 from tests.stages.model.forward import test_encoder_decoder, test_policy
@@ -36,7 +36,7 @@ def test_a_pass_is_float32s_up_to_its_precision(kind, precision):
     """bfloat16 rounds by 2^-9 = 0.002 at most, each of some ten results on the way, among them
     logits of 1 to 5."""
     exact, rounded = _policy(kind, "fp32"), _policy(kind, precision)
-    gap = (score(*rounded) - score(*exact)).abs()
+    gap = (compute_logprobs(*rounded) - compute_logprobs(*exact)).abs()
     expected, found = _gradient(*exact), _gradient(*rounded)
     distance = float((found - expected).norm() / expected.norm())
     assert found.dtype == torch.float32

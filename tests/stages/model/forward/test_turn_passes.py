@@ -10,7 +10,7 @@ import torch
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model.forward.layout import Sequences, make_layout, prompt_numbers
-from quiver.stages.model.forward.policy import Policy, score
+from quiver.stages.model.forward.policy import Policy, compute_logprobs
 from quiver.stages.model.forward.verify import choose_mode
 from quiver.stages.model.loading import longest_sequence
 from quiver.stages.model.ragged import Ragged
@@ -130,4 +130,6 @@ def test_an_encoder_decoder_model_reads_no_turns(store):
     rows, sequences, numbers = made(forward._model("llama"))
     reader = Policy(load_model(policy, dtype=torch.float32), autocast=False)
     with pytest.raises(ConfigError, match="reads no rollouts of several turns"):
-        score(reader, reader.microbatches(range(len(rows)), numbers, sequences, 100), sequences)
+        compute_logprobs(
+            reader, reader.microbatches(range(len(rows)), numbers, sequences, 100), sequences
+        )

@@ -1,4 +1,4 @@
-"""Serves environments in a worker process; these are its requests and answers (see `answering`).
+"""Serves environments in a `UserProcess`; these are its requests and answers (see `answering`).
 
     {"load": {environment, tools, arguments}}
                                     → {"tools": […], "answers": …, "fingerprint": …, "error"}
@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class Host:
-    """The environments of this worker process, by key."""
+class Answerer:
+    """The environments of this process, by key."""
 
     def __init__(self) -> None:
         self._factory: Any = None

@@ -1,5 +1,5 @@
-"""Score saved completions under one checkpoint: loaded once, one logprob per token, shard by
-shard."""
+"""The logprobs of saved completions under one checkpoint: loaded once, one logprob per token, shard
+by shard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quiver.stages.core.store import Version
 from quiver.stages.model.devices import uses_gpu
 from quiver.stages.model.forward.layout import Sequences, prompt_numbers
 from quiver.stages.model.forward.pictures import Pictures
-from quiver.stages.model.forward.policy import Policy, score, token_budget
+from quiver.stages.model.forward.policy import Policy, compute_logprobs, token_budget
 from quiver.stages.model.forward.precision import narrow, resolve
 from quiver.stages.model.forward.verify import choose_kernel, choose_mode
 from quiver.stages.model.loading import load_model
@@ -22,7 +22,7 @@ from quiver.stages.model.turns import Turns
 from .config import Config
 
 
-class Scorer:
+class LogprobPass:
     """The model of a policy version, on the device that the config names.
 
     Args:
@@ -45,7 +45,7 @@ class Scorer:
             autocast=precision == "bf16",
         )
 
-    def score(self, rollouts: pa.Table, pictures: Pictures | None = None) -> pa.Table:
+    def compute_logprobs(self, rollouts: pa.Table, pictures: Pictures | None = None) -> pa.Table:
         """Return logprobs/1 of these rollouts, which may have turns.
 
         `pictures` belong to the prompts. A completion without ids gets no logprobs. Raises
@@ -61,21 +61,21 @@ class Scorer:
             Turns.of_table(rollouts, completions.lengths),
             pictures,
         )
-        scored_rows = completions.lengths.nonzero()[:, 0].tolist()
+        nonempty_rows = completions.lengths.nonzero()[:, 0].tolist()
         prompt_of_row = prompt_numbers(prompts, rollouts["group_id"].to_pylist())
         policy = self._policy
-        is_first = scored_rows and not self.ways
+        is_first = nonempty_rows and not self.ways
         if is_first:
             packing = choose_mode(policy, sequences, prompt_of_row, self._config.packing)
             self.ways["packing"] = packing
             if self._config.precision == "bf16_pure":
                 narrow(policy.model)
         budget = self._config.token_budget or token_budget(self.device)
-        microbatches = policy.microbatches(scored_rows, prompt_of_row, sequences, budget)
+        microbatches = policy.microbatches(nonempty_rows, prompt_of_row, sequences, budget)
         if is_first:
             with torch.no_grad():
                 self.ways["attention"] = choose_kernel(policy, microbatches[0], sequences)
-        token_logprobs = score(policy, microbatches, sequences)
+        token_logprobs = compute_logprobs(policy, microbatches, sequences)
         column = completions.with_values(token_logprobs.clamp(max=0.0)).to_arrow()
         ids = rollouts["rollout_id"].combine_chunks()
         return pa.Table.from_arrays([ids, column], schema=logprobs.SCHEMA)

@@ -1,13 +1,12 @@
-"""A worker process that runs a user's code: it answers requests, and each wait has a limit.
+"""A process that runs a user's code: it answers requests, and each wait has a limit.
 
-    limit = share_of_memory(workers=2)
-    worker = Worker(module, limit, name="a worker", allowance="4 GiB", lower="reward.workers")
-    worker.ask({"key": 1, "load": {…}}, 60, Loaded)    # or Late, Ended
-    worker.end()                                # it, and all that it started, is gone
+    limit = share_of_memory(processes=2)
+    process = UserProcess(module, limit, name="scorer", allowance="4 GiB", lower="reward.workers")
+    process.ask({"key": 1, "load": {…}}, 60, Loaded)    # or Late, Ended
+    process.end()                               # it, and all that it started, is gone
 
-`module` has a class Host; its method `answer` is called in the process (see `answering`). The
-worker's output is always drained, and up to PRINTED_BYTES of it are kept between two calls of
-`printed`.
+`module` has a class Answerer; its method `answer` is called in the process (see `answering`). Its
+output is always drained, and up to PRINTED_BYTES of it are kept between two calls of `printed`.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from quiver.stages.core.run.subprocesses import Process, ending
 
 PRINTED_BYTES = 4096
 OOM_SCORE = 900
-"""oom_score of workers. When memory runs out, the kernel kills them before the stage and the flow;
-programs in the sandbox have 1000.
+"""oom_score of these processes. When memory runs out, the kernel kills them before the stage and
+the flow; programs in the sandbox have 1000.
 """
 LEAST_MEMORY_BYTES = 4 << 30
-"""Smallest share of a worker, unless that exceeds half of the machine's memory. Memory that
+"""Smallest share of a process, unless that exceeds half of the machine's memory. Memory that
 libraries reserve in advance counts too.
 """
 _CHUNK_BYTES = 1 << 20
@@ -73,19 +72,19 @@ class _Message(BaseModel):
     answer: dict[str, Any]
 
 
-class Worker(Process):
-    """A worker process, used by one thread; another thread may `kill` it."""
+class UserProcess(Process):
+    """A process with a user's code, used by one thread; another thread may `kill` it."""
 
     def __init__(
         self, module: str, memory_bytes: int, *, name: str, allowance: str, lower: str
     ) -> None:
-        """Start the worker. Raises ResourceError if it cannot be started.
+        """Start the process. Raises ResourceError if it cannot be started.
 
         Args:
             memory_bytes: most private memory that it may have.
             name: its name in error messages.
             allowance: the memory limit as error messages show it.
-            lower: the config key that reduces the number of workers.
+            lower: the config key that reduces the number of these processes.
         """
         self._text = bytearray()
         self._dropped_bytes = 0
@@ -95,9 +94,9 @@ class Worker(Process):
         self._num_pieces = 0
         """Pieces read so far of the answer to the last request."""
         try:
-            self._connection, workers_end = connection.Pipe()
-            with workers_end:
-                handle = workers_end.fileno()
+            self._connection, its_end = connection.Pipe()
+            with its_end:
+                handle = its_end.fileno()
                 super().__init__(
                     [sys.executable, "-P", answering.__file__, str(handle)],
                     limits={resource.RLIMIT_CORE: 0, resource.RLIMIT_DATA: memory_bytes},
@@ -149,7 +148,7 @@ class Worker(Process):
             message = _Message.model_validate(json.loads(received))
             expected = (self._key, self._num_asked, self._num_pieces)
             if (message.key, message.number, message.piece) != expected:
-                raise Surplus("after an answer too many")
+                raise Surplus("after one answer too many")
             self._num_pieces += 1
             return kind.model_validate(message.answer)
         except (EOFError, OSError):
@@ -199,8 +198,8 @@ def memory_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def share_of_memory(workers: int) -> int:
-    """Return the default memory per worker, in bytes.
+def share_of_memory(processes: int) -> int:
+    """Return the default memory per process, in bytes.
 
     It is an equal share of the machine's memory, with one more share left for everything else. A
     cgroup's limit counts as the machine's memory.
@@ -218,4 +217,4 @@ def share_of_memory(workers: int) -> int:
             # the group is not visible here, or the limit is "max"
             with suppress(OSError, ValueError):
                 machine = min(machine, int((place / limit_name).read_text()))
-    return max(machine // (workers + 1), min(LEAST_MEMORY_BYTES, machine // 2))
+    return max(machine // (processes + 1), min(LEAST_MEMORY_BYTES, machine // 2))

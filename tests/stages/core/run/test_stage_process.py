@@ -1,4 +1,4 @@
-"""A stage's process as its caller holds it; see `test_subprocesses` for how it ends."""
+"""A stage's process as its caller sees it; see `test_subprocesses` for how it ends."""
 
 import os
 import signal
@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ResourceError
-from quiver.stages.core.run import holding
+from quiver.stages.core.run import stage_process
 from quiver.stages.core.run.folders import sweep_folders, temporary_folder
-from quiver.stages.core.run.holding import StageProcess, Terms, ask, end_waiting, hold
+from quiver.stages.core.run.stage_process import (
+    StageProcess,
+    Terms,
+    ask,
+    end_waiting,
+    start_ahead,
+)
 
 CALL = {"stage": "policy", "config": {"options": {}}}
 SERVES = """
@@ -20,8 +26,8 @@ n=0
 while read line; do
     n=$((n + 1))
     {body}
-    grep -q '"hold": true' "$6/call.json" && held=true || held=false
-    echo '{{"ref": "'$n'", "held": '$held'}}' > "$6/answer.json"
+    grep -q '"resident": true' "$6/call.json" && stays=true || stays=false
+    echo '{{"ref": "'$n'", "resident": '$stays'}}' > "$6/answer.json"
     echo
 done
 """
@@ -47,7 +53,7 @@ def started(monkeypatch):
     """The processes that were started."""
     processes = []
     monkeypatch.setattr(
-        holding,
+        stage_process,
         "StageProcess",
         lambda *about: processes.append(StageProcess(*about)) or processes[-1],
     )
@@ -60,7 +66,7 @@ def started(monkeypatch):
 @pytest.mark.parametrize(
     ("end", "problem"),
     [
-        ("exit 3", "with exit code 3 without an answer; last words: 8 / 7 / 6 / 5 / 4"),
+        ("exit 3", "with exit code 3 without an answer; its last output: 8 / 7 / 6 / 5 / 4"),
         ("kill -9 $$", r"by SIGKILL \(out of memory\?\) without"),
         ("kill -15 $$", "by SIGTERM without"),
     ],
@@ -69,7 +75,7 @@ def test_a_process_that_ends_without_an_answer_is_described(interpreter, end, pr
     lines = []
     with pytest.raises(ResourceError, match=problem) as caught:
         ask("policy", CALL, python=interpreter(f"seq 8; {end}"), on_line=lines.append)
-    assert caught.value.object == "stage policy" and "last words: 8" in caught.value.message
+    assert caught.value.object == "stage policy" and "last output: 8" in caught.value.message
     assert lines == list("12345678")
 
 
@@ -96,7 +102,7 @@ def test_one_that_was_never_called_is_not_asked_to_end(interpreter, tmp_path):
     assert not (tmp_path / "asked").exists()
 
 
-# -- held
+# -- resident
 
 
 @pytest.mark.parametrize(
@@ -108,13 +114,13 @@ def test_one_that_was_never_called_is_not_asked_to_end(interpreter, tmp_path):
         ({"call": {"stage": "policy", "config": {"options": {"seed": 1}}}}, 2),
     ],
 )
-def test_a_held_process_gets_only_calls_with_its_terms(interpreter, started, changed, starts):
+def test_a_resident_process_gets_only_calls_with_its_terms(interpreter, started, changed, starts):
     python = interpreter(SERVES.format(body=""))
-    hold("policy", CALL["config"], python)
-    hold("policy", {}, python)  # one is held
+    start_ahead("policy", CALL["config"], python)
+    start_ahead("policy", {}, python)  # there is one
     assert ask(python=python, stage="policy", **{"call": CALL, **changed})["ref"] == "1"
     assert len(started) == starts
-    assert not holding._waiting
+    assert not stage_process._waiting
 
 
 @pytest.mark.parametrize(
@@ -124,14 +130,14 @@ def test_a_held_process_gets_only_calls_with_its_terms(interpreter, started, cha
         ("exit 3", "its process ended with exit code 3"),
     ],
 )
-def test_a_call_that_fails_in_a_held_process_is_repeated_in_a_fresh_one(
+def test_a_call_that_fails_in_a_resident_process_is_repeated_in_a_fresh_one(
     interpreter, started, caplog, fault, reason
 ):
     caplog.set_level("INFO", "quiver")
     python = interpreter(SERVES.format(body=f"if [ $n = 3 ]; then {fault}; fi"))
-    refs = [ask("policy", CALL, python=python, hold=True, timeout=60)["ref"] for _ in range(5)]
+    refs = [ask("policy", CALL, python=python, resident=True, timeout=60)["ref"] for _ in range(5)]
     assert refs == ["1", "2", "1", "2", "1"] and len(started) == 3
-    assert f"stage policy: once more, in a fresh process: {reason}" in caplog.text
+    assert f"stage policy: trying again in a fresh process: {reason}" in caplog.text
 
 
 # -- its environment

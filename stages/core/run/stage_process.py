@@ -1,18 +1,20 @@
-"""The child process of a stage: started for one call, or held for the next one.
+"""The child process of a stage: started for one call, or resident, which means kept for the next.
 
-    hold("generate", config)                      # start it now; it imports what its call will need
-    answer = ask("generate", call, hold=True)     # take it, and hold it again, its engine asleep
-    end_waiting()                                 # end all that are held
+    start_ahead("generate", config)                   # now; it imports what its call will need
+    answer = ask("generate", call, resident=True)     # use it, and keep it with its engine asleep
+    end_waiting()                                     # end all that wait for a call
 
-    with in_one_process():                        # one process for the calls of all stages
+    with one_child_for_any_stage():                   # one process for the calls of all stages
         answer = ask("prompt", call)
 
-One process is held for each stage, by the process that started it, and ends with that process. It
-decides nothing before its call, so losing it does no harm. It is replaced if it died, or if the
-call has other `Terms`. If a call fails in a process that has answered before, it is repeated once
-in a fresh one, because the reason may be the engine that slept.
+With `placement.resident_engine` (`Where.resident_engine`), generate's process stays resident after
+its answer and its engine sleeps. Then it keeps no more of a device than its context and its graphs.
 
-A process with an engine asleep keeps no more of a device than its context and its graphs.
+At most one process of each stage waits for a call: resident, or started ahead. It ends with the
+process that started it. It decides nothing before its call, so losing it does no harm:
+* if it died meanwhile, or the call has other `Terms`, the call gets a fresh process;
+* if a call fails in a process that has answered before, it is repeated once in a fresh one, because
+  the reason may be the engine that slept. The caller sees a log line, and no error.
 
 Not of the spine: the output of a stage does not depend on the process that it runs in.
 """
@@ -63,7 +65,7 @@ ANY_STAGE = "any"
 """In place of a stage's name: the process answers calls for all stages, and waits after each."""
 CALL_NAME, ANSWER_NAME = "call.json", "answer.json"
 _find_library = cache(find_library)
-_IN_ONE_PROCESS: ContextVar[bool] = ContextVar("quiver_in_one_process", default=False)
+_FOR_ANY_STAGE: ContextVar[bool] = ContextVar("quiver_for_any_stage", default=False)
 log = logging.getLogger(__name__)
 user_log = logging.getLogger("quiver")
 """Logger for the lines that a recipe's user sees."""
@@ -95,7 +97,7 @@ class StageProcess:
     def __init__(self, terms: Terms, upcoming: dict[str, Any] | None = None) -> None:
         """Start the process. It imports what an `upcoming` stage and its config will need."""
         self.terms = terms
-        self.is_held = False
+        self.is_resident = False
         """True once it has answered and waits for another call."""
         self._has_call = False
         sweep_folders()
@@ -144,7 +146,7 @@ class StageProcess:
         self,
         call: dict[str, Any],
         *,
-        hold: bool = False,
+        resident: bool = False,
         on_line: Callable[[str], None] = log.info,
         timeout: float | None = None,
         stopped: Callable[[], bool] = lambda: False,
@@ -152,7 +154,7 @@ class StageProcess:
         """Send a call, and wait until the process ends, or waits again after its answer.
 
         Args:
-            call: the call; without `hold` it is the last one.
+            call: the call; unless `resident`, it is the last one.
             on_line: called with each line that it prints.
             timeout: longest time to wait, in seconds.
             stopped: if it returns true, the wait ends with Stopped.
@@ -165,16 +167,16 @@ class StageProcess:
             Stopped: `stopped` returned true.
         """
         self._has_call = True
-        self.is_held = False
+        self.is_resident = False
         self._answer_path.unlink(missing_ok=True)
-        self._call_path.write_text(json.dumps({**call, "hold": hold}))
+        self._call_path.write_text(json.dumps({**call, "resident": resident}))
         with suppress(BrokenPipeError):  # it has died, which its exit code tells
             self.process.stdin.write(b"\n")
             self.process.stdin.flush()
-            if not hold:
+            if not resident:
                 self.process.stdin.close()
         last_lines: deque[str] = deque(maxlen=5)
-        lines = self.process.lines(timeout, stopped, lambda: (self._answer() or {}).get("held"))
+        lines = self.process.lines(timeout, stopped, lambda: (self._answer() or {}).get("resident"))
         while True:
             try:
                 line = next(lines, None)
@@ -191,18 +193,18 @@ class StageProcess:
             on_line(line)
         answer = self._answer()
         if answer is not None:
-            self.is_held = answer.pop("held", False)
+            self.is_resident = answer.pop("resident", False)
             return answer, ""
         how = ending(self.process.wait())
         last_words = printable(" / ".join(reversed(last_lines)))
-        return None, f"its process ended {how} without an answer; last words: {last_words}"
+        return None, f"its process ended {how} without an answer; its last output: {last_words}"
 
     def _answer(self) -> dict[str, Any] | None:
         return json.loads(self._answer_path.read_text()) if self._answer_path.exists() else None
 
 
 _waiting: dict[str, StageProcess] = {}
-"""The held processes, by the stage in their terms."""
+"""The processes that wait for a call, by the stage in their terms."""
 
 
 def ask(
@@ -212,23 +214,23 @@ def ask(
     python: str | None = None,
     online: bool = False,
     env: Mapping[str, str] | None = None,
-    hold: bool = False,
+    resident: bool = False,
     on_line: Callable[[str], None] = log.info,
     timeout: float | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Send `call` to the process held for `stage`, or to a fresh one, and return its answer.
+    """Send `call` to the stage's waiting process, or to a fresh one, and return its answer.
 
     Args:
-        hold: hold the process for the next such call afterwards, if its stage keeps an engine.
+        resident: keep the process for the next such call, if its stage keeps an engine.
 
     Raises:
         ResourceError: it ended without an answer, or is still running after `timeout` seconds.
         Stopped: `stopped` returned true.
     """
     terms = Terms(stage, python, online, env or None, call["config"].get("options"))
-    is_shared = _IN_ONE_PROCESS.get()
-    if is_shared:
+    for_any_stage = _FOR_ANY_STAGE.get()
+    if for_any_stage:
         terms = terms._replace(stage=ANY_STAGE, options=None)
     started_at = time.monotonic()
     child = _waiting.pop(terms.stage, None)
@@ -238,38 +240,42 @@ def ask(
     while True:
         with ExitStack() as stack:
             child = stack.enter_context(child or StageProcess(terms))
-            was_held = child.is_held
+            was_resident = child.is_resident
             answer, problem = child.ask(
-                call, hold=hold or is_shared, on_line=on_line, timeout=timeout, stopped=stopped
+                call,
+                resident=resident or for_any_stage,
+                on_line=on_line,
+                timeout=timeout,
+                stopped=stopped,
             )
-            # a held process outlives this block; if another thread holds one, this one ends
-            if child.is_held and _waiting.setdefault(terms.stage, child) is child:
+            # a resident process outlives this block; if another thread has kept one, this one ends
+            if child.is_resident and _waiting.setdefault(terms.stage, child) is child:
                 stack.pop_all()
-        if answer is not None and ("error" not in answer or is_shared or not was_held):
+        if answer is not None and ("error" not in answer or for_any_stage or not was_resident):
             return answer
         if answer is not None:
             problem = f"{answer['error']['object']}: {answer['error']['message']}"
-        if not was_held:
+        if not was_resident:
             raise ResourceError(
                 f"stage {stage}",
                 problem,
                 state="finished shards and all versions are kept.",
-                next="run the same command again; it goes on where this one stopped",
+                next="run the same command again; it continues where this one stopped",
             )
         if timeout is not None:
             timeout = max(0.1, timeout - time.monotonic() + started_at)
-        user_log.info("stage %s: once more, in a fresh process: %s", stage, problem)
+        user_log.info("stage %s: trying again in a fresh process: %s", stage, problem)
         child = None
 
 
-def hold(
+def start_ahead(
     stage: str, config: dict[str, Any], python: str | None = None, online: bool = False
 ) -> None:
-    """Start a process that imports what `stage` needs for `config`, and hold it for the call.
+    """Start a process that imports what `stage` needs for `config`, and waits for its call.
 
-    Does nothing if one is held already, or inside `in_one_process`.
+    Does nothing if one waits already, or inside `one_child_for_any_stage`.
     """
-    if stage not in _waiting and not _IN_ONE_PROCESS.get():
+    if stage not in _waiting and not _FOR_ANY_STAGE.get():
         terms = Terms(stage, python, online, options=config.get("options"))
         child = StageProcess(terms, {"stage": stage, "config": config})
         if _waiting.setdefault(stage, child) is not child:  # another thread was faster
@@ -277,23 +283,23 @@ def hold(
 
 
 def end_waiting() -> None:
-    """End the held processes."""
+    """End the processes that wait for a call."""
     with suppress(KeyError):  # none is left
         while True:
             _waiting.popitem()[1].end()
 
 
 @contextmanager
-def in_one_process() -> Iterator[None]:
+def one_child_for_any_stage() -> Iterator[None]:
     """Let one process answer all calls made inside, for any stage, as long as none fails.
 
     For work so small that most of its time would go into a process's imports.
     """
-    token = _IN_ONE_PROCESS.set(True)
+    token = _FOR_ANY_STAGE.set(True)
     try:
         yield
     finally:
-        _IN_ONE_PROCESS.reset(token)
+        _FOR_ANY_STAGE.reset(token)
 
 
 def allocator_environment() -> dict[str, str]:
@@ -314,11 +320,11 @@ def allocator_environment() -> dict[str, str]:
 class ThisProcess:
     """What a stage's process knows of its next call."""
 
-    may_wait: bool = False
-    """True if the caller would hold this process after the present call."""
-    sleeper: Any = None
-    """Object kept for the next call; its `close()` is called if none comes. Without one, the
-    process of a single stage ends after its answer."""
+    may_be_resident: bool = False
+    """True if the caller would keep this process after the present call."""
+    resident_engine: Any = None
+    """Engine that sleeps until the next call; its `close()` is called if none comes. Without one,
+    the process of a single stage ends after its answer."""
 
 
 this_process = ThisProcess()
