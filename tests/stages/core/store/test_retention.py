@@ -35,7 +35,7 @@ from tests.stages.core.store.histories import (
     visible,
     with_state,
 )
-from tests.stages.core.store.test_store import table
+from tests.stages.core.store.test_store import Settings, commit, table
 from tests.writing import begin
 
 ALL = Rule(keep=1, moments=1, grace_seconds=0)
