@@ -2,6 +2,8 @@
 
 A failed fsync is never retried on the same file: the error is raised, and the write is not
 acknowledged.
+
+Not of the spine: its functions do what `open` and `write` do, and survive a crash.
 """
 
 from __future__ import annotations

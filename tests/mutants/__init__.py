@@ -248,6 +248,7 @@ TARGETS = (
     Target(
         "flows/pool.py",
         (
+            "tests/flows/test_placement.py::test_a_call_travels_whole",
             f"{FLOW_POOL}::test_the_first_that_is_done_ends_the_others",
             f"{FLOW_POOL}::test_where_all_have_failed_an_error_says_more_than_a_crash",
             f"{FLOW_POOL}::test_a_run_that_the_server_lost_has_crashed",
