@@ -145,7 +145,7 @@ def rescored(chain, rows: list[dict]) -> tuple[list[float], list[float]]:
     rewards = world.write_rewards(chain.store, rollouts, world.even_share, run=run)
     made = trainer(chain, rollouts, rewards)
     expected = torch.cat([own(chain.model, row, row["temperature"]) for row in rows])
-    return made.score(range(len(rows))).tolist(), expected.tolist()
+    return made.compute_logprobs(range(len(rows))).tolist(), expected.tolist()
 
 
 def gradient(made: Trainer) -> dict[str, torch.Tensor]:

@@ -95,7 +95,7 @@ def test_a_pipe_inside_a_command_that_breaks_is_a_defect_and_told(tmp_path):
     done = subprocess.run(
         [sys.executable, "with_pipe.py", "pipe"], cwd=tmp_path, capture_output=True, check=False
     )
-    assert done.returncode == 1 and b"E-INTERNAL quiver: a defect" in done.stderr
+    assert done.returncode == 1 and b"E-INTERNAL quiver: a bug" in done.stderr
 
 
 def test_a_store_whose_path_is_no_text_is_no_damage(tmp_path, store):

@@ -22,6 +22,7 @@ GAME = '''
 import json
 import os
 import random
+import time
 
 
 class Guess:

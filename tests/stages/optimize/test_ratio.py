@@ -87,7 +87,7 @@ def test_truncated_sampling_is_trained_on_against_the_trainers_logprobs(store, p
         assert audit["mean_excess"] < 1e-5
         assert (audit["judged"], audit["biased_sampling"]) == ("mean_excess", "top_k = 40")
     other = load_model(make_policy(store, "other", seed=1), dtype=torch.float32)
-    with pytest.raises(NumericError, match=r"biased \(top_k = 40\)"):
+    with pytest.raises(NumericError, match=r"Biased sampling \(top_k = 40\)"):
         audited(lambda row: world.own_logprobs(other, row).tolist())
 
     def lower(row: dict) -> list[float]:
