@@ -11,7 +11,7 @@ Programs answer over Prefect's API:
     {"run_input": {"approve": true, "author": "ada", "reason": "reads well"}}
 
 A night starts from the policy that bears the tag, regardless of the nights in between. So a
-rejected policy is not trained further. It stays in the store, and the tag's journal names it with
+rejected policy is not trained further. It stays in the store, and the tag's history names it with
 the reason. Each night has new rows: `[data]` with a `limit` gives the next rows that no decided
 night has taken, and `{night}` anywhere in [data] is the night's name. A restarted night continues
 at the point where it stopped; a decided night stays decided. Two nights that end at once cannot
@@ -84,12 +84,12 @@ class Night:
 
     @property
     def key(self) -> str:
-        """Key of its decision in the tag's journal."""
+        """Key of its decision in the tag's history."""
         return f"night {self.name}"
 
     @property
     def rollback_key(self) -> str:
-        """Key of its rollback in the tag's journal."""
+        """Key of its rollback in the tag's history."""
         return f"rollback {self.name}"
 
 

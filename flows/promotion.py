@@ -11,7 +11,7 @@ costs nothing:
 A policy with a single optimizer step shows no KL or entropy change, since both are measured before
 the step; then only the held-out answers count.
 
-The tag moves by compare-and-swap. Its journal (`quiver history`) keeps every decision and its
+The tag moves by compare-and-swap. Its history (`quiver history`) keeps every decision and its
 grounds, whether the tag moved or not. Nothing here runs a stage.
 """
 
@@ -229,7 +229,7 @@ def _truncated_share(rollouts: Manifest | None) -> float:
 
 
 def entry_of(store: Store, run: str, promotion: Promotion, key: str) -> tags.Entry | None:
-    """Return the entry with this key in the tag's journal, or None if it is undecided."""
+    """Return the entry with this key in the tag's history, or None if it is undecided."""
     return next((entry for entry in store.history(run, promotion.tag) if entry.key == key), None)
 
 

@@ -254,7 +254,7 @@ def ends_of(store: Store, run: str) -> list[str]:
 
 
 def histories(store: Store, run: str) -> dict[str, list[Entry]]:
-    """Return the journals of the run's tags that nights decide about, by tag. Damaged journals are
+    """Return the histories of the run's tags that nights decide about, by tag. Damaged histories are
     skipped; `verify` reports them."""
     journals: dict[str, list[Entry]] = {}
     with suppress(CorruptError, PermissionError):

@@ -1,4 +1,4 @@
-"""Turn a tag's journal into one table of nights: the policy in use, the candidate, and the decision
+"""Turn a tag's history into one table of nights: the policy in use, the candidate, and the decision
 with its numbers, author and reason. `quiver history`, the report and Prefect's pages show it.
 
 Rejected nights are rows like the others.
@@ -53,7 +53,7 @@ class _Difference(BaseModel):
 
 
 class About(BaseModel):
-    """Notes of a night in a tag's journal entry."""
+    """Notes of a night in an entry of a tag's history."""
 
     model_config = ConfigDict(strict=True)
 
@@ -88,7 +88,7 @@ def read_about(entry: Entry) -> About:
 
 
 def nights_of(entries: Iterable[Entry]) -> list[NightRow]:
-    """Return one row per entry of a tag's journal, oldest first."""
+    """Return one row per entry of a tag's history, oldest first."""
     rows = []
     for entry in entries:
         notes = read_about(entry)

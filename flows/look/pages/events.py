@@ -76,7 +76,7 @@ def moved_event(name: str, entry: Entry) -> dict[str, Any]:
 
 
 def payload_of(entry: Entry) -> dict[str, Any]:
-    """Return a tag's journal entry as plain JSON: its grounds, why, the version before, the version
+    """Return an entry of a tag's history as plain JSON: its grounds, why, the version before, the version
     in use, and when."""
     return {
         **entry.about,

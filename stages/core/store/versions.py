@@ -513,7 +513,7 @@ class Store:
         key: str = "",
         about: dict[str, Any] | None = None,
     ) -> Ref:
-        """Point tag `name` of `run` at `ref`, and record the decision in its journal.
+        """Point tag `name` of `run` at `ref`, and record the decision in its history.
 
         Args:
             expected: the reference the tag must hold now; "*" accepts any.
@@ -561,7 +561,7 @@ class Store:
         return [name for name in self.storage.list(f"{run}/tags") if is_name(name)]
 
     def history(self, run: str, name: str) -> list[Entry]:
-        """Return the journal of tag `name` of `run`, oldest first; empty if it never moved.
+        """Return the history of tag `name` of `run`, oldest first; empty if it never moved.
 
         Raises CorruptError.
         """
