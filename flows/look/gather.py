@@ -254,16 +254,16 @@ def ends_of(store: Store, run: str) -> list[str]:
 
 
 def histories(store: Store, run: str) -> dict[str, list[Entry]]:
-    """Return the histories of the run's tags that nights decide about, by tag. Damaged histories are
+    """Return the histories of the run's tags that nights decide about, by tag. Damaged ones are
     skipped; `verify` reports them."""
-    journals: dict[str, list[Entry]] = {}
+    histories_of_tags: dict[str, list[Entry]] = {}
     with suppress(CorruptError, PermissionError):
         for name in store.tag_names(run):
             with suppress(CorruptError, PermissionError):
                 entries = store.history(run, name)
                 if any(read_about(entry).night for entry in entries):
-                    journals[name] = entries
-    return journals
+                    histories_of_tags[name] = entries
+    return histories_of_tags
 
 
 def gather(store: Store, run: str, end: str | None = None) -> Gathered:
@@ -287,12 +287,12 @@ def gather(store: Store, run: str, end: str | None = None) -> Gathered:
             episodes = manifests.episodes(iteration.rollouts)
             iterations.append(replace(iteration, episodes=episodes))
         learned_from.update(entry.ref for entry in policy.inputs)
-    journals = histories(store, run)
+    histories_of_tags = histories(store, run)
     measured = []
     for version in manifests.store.versions(run, "evaluations"):
         model = version.manifest.model("policy")
         # nights also measure policies that they reject, which are not on the line
-        if model and (journals or model.ref in line):
+        if model and (histories_of_tags or model.ref in line):
             measured.append(version.manifest)
     measured.sort(key=lambda evaluation: (policy_number(evaluation), evaluation.version))
     shown = [*manifests.comparable(measured[-1], measured[:-1]), measured[-1]] if measured else []
@@ -302,8 +302,8 @@ def gather(store: Store, run: str, end: str | None = None) -> Gathered:
         policies[-1],
         iterations,
         evaluations=list(newest.values()),
-        nights={tag: nights_of(entries) for tag, entries in journals.items()},
-        nightly=evaluations_of_nights(manifests, chain.from_iterable(journals.values())),
+        nights={tag: nights_of(entries) for tag, entries in histories_of_tags.items()},
+        nightly=evaluations_of_nights(manifests, chain.from_iterable(histories_of_tags.values())),
         gone=sorted(manifests.gone),
         expired=sorted(manifests.expired),
         branches=[ref for ref in ends if ref not in line],

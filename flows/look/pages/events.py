@@ -76,8 +76,8 @@ def moved_event(name: str, entry: Entry) -> dict[str, Any]:
 
 
 def payload_of(entry: Entry) -> dict[str, Any]:
-    """Return an entry of a tag's history as plain JSON: its grounds, why, the version before, the version
-    in use, and when."""
+    """Return an entry of a tag's history as plain JSON: its grounds, why, the version before, the
+    version in use, and when."""
     return {
         **entry.about,
         "why": entry.why,
