@@ -1,4 +1,4 @@
-"""The calls of one run: each is looked up once, made if it is not finished, and logged in one line.
+"""The calls of one run: each is looked up, made if it is not finished, and logged in one line.
 
     with by_hand(recipe):
         prompts = perform("prompt", recipe.prompt_config(1), {"policy": "arith/policy@0"})

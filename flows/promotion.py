@@ -6,7 +6,7 @@ is not promoted without a person. How far it moved is read from manifests and op
 costs nothing:
 
     moved(promotion, store, "arith/policy@2", "arith/policy@3", "arith/evaluations@6").beyond_limits
-    # ["approx. KL 4.62 nats a token (promotion.max_kl 1)"]
+    # ["approx. KL 4.62 nats per token (promotion.max_kl 1)"]
 
 A policy with a single optimizer step shows no KL or entropy change, since both are measured before
 the step; then only the held-out answers count.
@@ -179,8 +179,8 @@ def moved(
     shortest, longest = sorted(max(length, _TOKENS) for length in lengths)
     is_new = truncated[0] <= (promotion.max_truncated or 0.0)
     beyond = {
-        "max_kl": (kl, f"approx. KL {kl:.3g} nats a token"),
-        "max_entropy_drop": (drop, "entropy {} → {} nats a token".format(*map(number, entropy))),
+        "max_kl": (kl, f"approx. KL {kl:.3g} nats per token"),
+        "max_entropy_drop": (drop, "entropy {} → {} nats per token".format(*map(number, entropy))),
         "max_truncated": (
             truncated[1] if is_new else 0.0,
             "{:.0%} → {:.0%} of the held-out answers cut off by a limit".format(*truncated),

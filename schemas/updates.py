@@ -7,9 +7,9 @@
 | grad_norm | | before clipping; without a critic's separate trunk, unless it trains alone |
 | learning_rate | | of this step |
 | clip_fraction | share of tokens | tokens for which the surrogate's clipped branch was taken |
-| approx_kl | nats a token | k3 estimate of KL(old ‖ current), mean over tokens |
+| approx_kl | nats per token | k3 estimate of KL(old ‖ current), mean over tokens |
 | ratio_max | | largest π_θ / π_old of a token |
-| entropy | nats a token | of the temperature-scaled distribution, mean over tokens |
+| entropy | nats per token | of the temperature-scaled distribution, mean over tokens |
 | value_loss | | the critic's part of the loss, before `value_coef`; null without a critic |
 | explained_variance | share | 1 − Var(returns − values) / Var(returns); null: equal returns |
 | tokens, prompt_tokens, rollouts, microbatches | count | tokens in the loss, … |

@@ -72,7 +72,7 @@ def _troubles(iteration: Iteration) -> list[str]:
         "nothing: raise generate.samples_per_prompt, or take other prompts."
         if equal_share > 0.5
         else "",
-        f"{policy.ref}: trainer and engine differ by {number(gap)} nats a token on average: set "
+        f"{policy.ref}: trainer and engine differ by {number(gap)} nats per token on average: set "
         "logprobs.prox = true."
         if gap > 0.05
         else "",

@@ -118,7 +118,7 @@ def request_maker(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable
         histories = bridge.require(turns.rewritten)
         if turns.max_images:
             bridge.require_pictures()
-        writer.notes["template"] = [history._asdict() for history in histories]
+        writer.report_fields["template"] = [history._asdict() for history in histories]
         parse = None
         if pool.loaded.tools:
             parse = make_parser(

@@ -96,9 +96,9 @@ def resident_or_fresh_engine(config: Config, setup: Setup, writer: Writer) -> It
         finally:
             # For a damaged file this error is clearer than the engine's own.
             verification.result()
-    writer.notes["engine"] = dict(resident.engine.info)
+    writer.report_fields["engine"] = dict(resident.engine.info)
     if resident.num_policies > 1:
-        writer.notes["engine"] |= {"resident": True, "policies": resident.num_policies}
+        writer.report_fields["engine"] |= {"resident": True, "policies": resident.num_policies}
     this_process.resident_engine = None
     try:
         yield resident.engine

@@ -84,7 +84,7 @@ class Shards:
                     requests.settle()
             if completion is not None:
                 requests.answer(completion)
-            self._num_tokens = self._writer.notes["tokens"] = requests.num_tokens
+            self._num_tokens = self._writer.report_fields["tokens"] = requests.num_tokens
             yield
             if completion is None:
                 return

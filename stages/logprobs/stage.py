@@ -103,7 +103,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                     next="set logprobs.precision = 'fp32'",
                 )
             num_tokens += _count_tokens(shard["logprobs"])
-            writer.notes.update(
+            writer.report_fields.update(
                 forward_pass.ways, tokens=num_tokens, device=forward_pass.device.type
             )
             writer.write(index, shard)

@@ -91,7 +91,7 @@ def _compare(
         report = {**_measure_rows(objective, batch, logprobs, unbiased_rows), "judged": "mean_gap"}
         if not report["mean_gap"] <= limit:
             raise _too_far(
-                f"{name} differ from the engine's by {report['mean_gap']:.4f} nats a token on "
+                f"{name} differ from the engine's by {report['mean_gap']:.4f} nats per token on "
                 f"average (at most {report['max_gap']:.3f}), allowed is "
                 f"optimize.audit.max_mean_gap = {limit}. The engine sampled with other weights or "
                 "another temperature, or reported raw logprobs"
@@ -109,7 +109,7 @@ def _compare(
         )
         if not excess <= limit:
             raise _too_far(
-                f"{name} are above the engine's by {excess:.4f} nats a token on average, allowed "
+                f"{name} are above the engine's by {excess:.4f} nats per token on average, allowed "
                 f"is optimize.audit.max_mean_gap = {limit}. Biased sampling ({names}) can only put "
                 "them below: the engine sampled with other weights or another temperature, or "
                 "reported raw logprobs"
@@ -206,8 +206,8 @@ def _require_clip_beyond_noise(report: dict[str, Any], clip: float | None) -> No
     if clip is None or clip >= TIGHT_CLIP or report["mean_gap"] <= clip / 10:
         return
     raise _too_far(
-        f"the trainer's logprobs differ from the engine's by {report['mean_gap']:.2g} nats a token "
-        f"on average, expected at most {clip / 10:.2g}, a tenth of the clip bound {clip:g}. "
+        f"the trainer's logprobs differ from the engine's by {report['mean_gap']:.2g} nats per "
+        f"token on average, expected at most {clip / 10:.2g}, a tenth of the clip bound {clip:g}. "
         "Without proximal logprobs, the engine's noise would be clipped",
         "give proximal logprobs (stage logprobs, role prox), as a recipe does by itself",
     )

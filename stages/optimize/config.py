@@ -88,7 +88,7 @@ class Audit(base.Config):
     enabled: bool = True
     """Compare, and stop the stage if the gap is too large."""
     max_mean_gap: float = Field(default=0.1, gt=0)
-    """Largest mean of |trainer − old| in nats a token; engines in bfloat16 differ by 0.01 to 0.05.
+    """Largest mean of |trainer − old| in nats per token; bfloat16 engines differ by 0.01 to 0.05.
     Rollouts of an older policy (see `max_staleness`) differ legitimately: their gap is only
     reported, and the limit applies to their proximal logprobs. Under biased sampling the limit
     applies to trainer − old, which may legitimately be negative."""
@@ -241,7 +241,7 @@ class Config(base.Config):
     """Subtract the KL to the reference (k1, of the logprobs that were sampled with) from the reward
     instead: from each token's reward with a critic, else from the rollout's."""
     kl_target: float | None = Field(default=None, gt=0)
-    """KL to the reference, in nats a token, that `kl_coef` is steered towards over the policy's
+    """KL to the reference, in nats per token, that `kl_coef` is steered towards over the policy's
     life. After a step above the target the coefficient goes up, else down, in proportion and by at
     most a fifth. With `kl_in_reward` the coefficient is constant within a training, and the next
     training starts from the updated one. `kl_coef` is the start value. Default: the coefficient
@@ -257,7 +257,7 @@ class Config(base.Config):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss. With `entropy_target`: the start value."""
     entropy_target: float | None = Field(default=None, gt=0)
-    """Mean entropy in nats a token that the coefficient is steered towards, over the policy's life.
+    """Mean entropy in nats per token to steer the coefficient towards, over the policy's life.
     After a step at or below the target it goes up, else down; above the target there is no bonus.
     Default: the coefficient stays."""
     entropy_coef_step: float = Field(default=0.005, gt=0)

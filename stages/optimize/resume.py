@@ -103,7 +103,7 @@ class SavedProgress:
         if note is None:
             raise ValueError("its note is not what was written")
         file = f"{self._prefix}/{note['file']}"
-        if self._storage.check(file)[1] != note["sha256"]:
+        if self._storage.size_and_sha256(file)[1] != note["sha256"]:
             raise ValueError(f"{note['file']} is not what was written")
         tensors = load_file(self._storage.local(file))
         trainer.check_state(tensors)
@@ -135,7 +135,7 @@ class SavedProgress:
                 # as text: numbers of a skipped step are not finite, which strict JSON cannot hold
                 note["counters"] = json.dumps(counters)
                 # the note must be durable before the older state is deleted
-                storage.put(f"{self._prefix}/{PROGRESS}", note_of(note), name=True)
+                storage.put(f"{self._prefix}/{PROGRESS}", note_of(note), flush_name=True)
                 for name in storage.list(self._prefix):
                     if name not in (file, PROGRESS):
                         storage.delete(f"{self._prefix}/{name}")

@@ -31,7 +31,7 @@ Moments = dict[str, float]
 
 def entropy_bonus(config: Config, coef: float, last_entropy: float | None) -> float:
     """Return a step's coefficient: `coef` or, with a target, 0 if the previous step's mean entropy
-    in nats a token was above the target or is None, unknown.
+    in nats per token was above the target or is None, unknown.
 
     Reference: Skywork-OR1, https://arxiv.org/abs/2505.22312 (adaptive entropy control).
     """
@@ -78,7 +78,7 @@ def next_kl_coef(config: Config, coef: float, kl: float, num_rollouts: int) -> f
 
     Args:
         coef: β of the step.
-        kl: the step's KL to the reference, by `kl_estimator`, in nats a token.
+        kl: the step's KL to the reference, by `kl_estimator`, in nats per token.
         num_rollouts: rollouts of the step.
 
     Reference: https://arxiv.org/abs/1909.08593, section 2.2, whose K_β is num_rollouts /

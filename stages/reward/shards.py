@@ -149,7 +149,9 @@ class Shards:
         log.info("rewards: %d of %d rows", num_done, len(self._rollouts))
 
     def _note_seconds(self) -> None:
-        self._writer.notes["scorers"] = {scorer.name: scorer.seconds for scorer in self._scorers}
+        self._writer.report_fields["scorers"] = {
+            scorer.name: scorer.seconds for scorer in self._scorers
+        }
 
     def seconds(self) -> dict[str, float]:
         """Return seconds in each scorer, summed over its processes and the processes that share the
@@ -178,7 +180,7 @@ class Shards:
         )
         row = self._rollouts["rollout_id"].index(rollout_id).as_py()
         place = source_row(self._prompts_config, self._rollouts["group_id"][row].as_py())
-        finished = sum(self._writer.has(index) for index in range(len(self._starts)))
+        finished = sum(self._writer.is_finished(index) for index in range(len(self._starts)))
         return RewardError(
             f"{self._writer.run}/rewards",
             f"{len(failed)} of {self._rollouts.num_rows} rows failed so far, "

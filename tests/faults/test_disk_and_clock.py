@@ -184,7 +184,7 @@ def test_a_clock_that_jumps_takes_no_lease_from_the_living(store, monkeypatch, s
     with work_on(store, Settings(seed=1)) as work:
         monkeypatch.setattr(leases, "time", shifted_clock(seconds))
         with (
-            pytest.raises(BusyError, match="is at this very work"),
+            pytest.raises(BusyError, match="is already doing this work"),
             work_on(store, Settings(seed=1)),
         ):
             pass

@@ -159,7 +159,7 @@ def test_a_better_policy_that_moved_too_far_is_rejected_with_the_reason(
     assert (done["decision"], done["in_use"]) == ("rejected", "tiny/policy@0")
     assert done["bound"] >= 0.02, "by the score it would have been promoted"
     (watch,) = done["watch"]
-    assert re.fullmatch(r"approx. KL \S+ nats a token \(promotion.max_kl 0\)", watch)
+    assert re.fullmatch(r"approx. KL \S+ nats per token \(promotion.max_kl 0\)", watch)
     why = f"better, but not promoted, because it moved far from the policy in use: {watch}; score +"
     assert done["why"].startswith(why)
     assert store.history("tiny", "far")[-1].why == done["why"]

@@ -152,8 +152,8 @@ def evaluated_rows():
             {"steps": [(4.62, 2.65), (0.1, 0.99)]},
             {},
             [
-                "approx. KL 4.62 nats a token (promotion.max_kl 1)",
-                "entropy 2.65 → 0.99 nats a token (promotion.max_entropy_drop 1)",
+                "approx. KL 4.62 nats per token (promotion.max_kl 1)",
+                "entropy 2.65 → 0.99 nats per token (promotion.max_entropy_drop 1)",
             ],
         ),
         ({"steps": [(1.0, 2.0), (0.0, 1.0)]}, {}, []),
@@ -161,8 +161,8 @@ def evaluated_rows():
             {"steps": [(None, None)]},
             {},
             [
-                "approx. KL inf nats a token (promotion.max_kl 1)",
-                "entropy – → – nats a token (promotion.max_entropy_drop 1)",
+                "approx. KL inf nats per token (promotion.max_kl 1)",
+                "entropy – → – nats per token (promotion.max_entropy_drop 1)",
             ],
         ),
         ({"steps": [(None, None)]}, {"max_kl": None, "max_entropy_drop": None}, []),

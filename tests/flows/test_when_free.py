@@ -94,7 +94,7 @@ def test_who_is_refused_is_told_of_what_the_call_can_do(call, holder, tmp_path):
         "wait for it, then run again; or make all these calls with share=True, so that they share "
         "the work"
     )
-    with pytest.raises(BusyError, match="is at this very work alone") as caught:
+    with pytest.raises(BusyError, match="is already doing this work alone") as caught:
         run_stage("reward", call.config, call.store, in_process=True, share=True, **call.refs)
     assert "share" not in caught.value.next, "it is asked for already"
     (tmp_path / "go").touch()

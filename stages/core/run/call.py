@@ -109,7 +109,8 @@ class Call:
 class Outcome:
     """The result of a call. `rows` and `metrics` are the manifest's.
 
-    `cached` is true if the version existed before; then `seconds` are the manifest's too.
+    `cached` is true if this call did not commit the version. From `find_outcome`, `seconds` are the
+    manifest's; otherwise they are the time that the call took.
     """
 
     ref: str

@@ -44,7 +44,7 @@ To add a stage, write
     schemas/KIND.py, schemas/refs.py    for each new kind a schema, and its entry of KINDS
     flows/recipe.py                     its section, and a method that makes its Config
     flows/sections.py                   its name in StageName, and its pool's key in Placement
-    flows/post_train.py                 its call by `perform`; in CHAIN if every iteration has it
+    flows/post_train.py                 its call by `perform`; in CHAIN if `--from` accepts it
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ process may take it, if one of these is true of its holder:
     it did not renew the lease for a minute, by the waiting process's clock
     its process is seen to be stopped, and its last renewal is more than a minute ago
 
-A holder loses the lease only when another process takes it. It then sees a higher number and must
-not commit.
+A holder loses the lease only when another process takes it. It then sees a higher number, and
+stops. That saves work; what keeps a commit safe is written in `writer`.
 
     leases = Leases(storage, "arith/rollouts/.work/KEY.0.leases")
     lease = leases.take("commit")        # None if another process holds it
@@ -231,7 +231,7 @@ class Leases:
         _keep_renewed(lease)
         return lease
 
-    def take_when_stale(self, name: str) -> Lease | None:
+    def take_or_wait(self, name: str) -> Lease | None:
         """Take the lease, waiting for a silent holder to expire. None if the holder renews it.
 
         A holder on this host that renewed recently counts as alive at once.
@@ -254,7 +254,7 @@ class Leases:
             return True
         if holder.owner.is_stopped and time.time() - holder.renewed_at >= SECONDS_TO_LIVE:
             return True
-        return self._seconds_unchanged(f"stamp of {name}", holder) >= SECONDS_TO_LIVE
+        return self._seconds_unchanged(f"link of {name}", holder) >= SECONDS_TO_LIVE
 
 
 # -- renewal: one thread for all leases of this process

@@ -63,7 +63,7 @@ def write(storage: Storage, ref: Ref, name: str, why: str, **fields) -> None:
     content = asdict(Mark(at, why, **fields))
     line = json.dumps({**content, "checksum": digest(content)}).encode()
     # durable before the data are deleted
-    storage.put_if_absent(key_of(ref, name), line, name=True)
+    storage.put_if_absent(key_of(ref, name), line, flush_name=True)
 
 
 def read(storage: Storage, ref: Ref, name: str) -> Mark | None:

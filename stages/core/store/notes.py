@@ -134,7 +134,7 @@ def _is_damaged(storage: Storage, prefix: str, name: str) -> bool:
     shards = prefix.removesuffix(".notes")
     file = f"{prefix}/{note['file']}" if "file" in note else f"{shards}/{note['name']}"
     try:
-        return storage.check(file)[1] != note["sha256"]
+        return storage.size_and_sha256(file)[1] != note["sha256"]
     except FileNotFoundError:
         return False  # it is being published, or it is made again
     except CorruptError:

@@ -44,7 +44,7 @@ class SoleShards:
 
     def begin(self, count: int) -> None:
         """Set the number of shards. Shards that an earlier attempt finished are kept."""
-        self._unfinished = [index for index in range(count) if not self._writer.has(index)]
+        self._unfinished = [index for index in range(count) if not self._writer.is_finished(index)]
         self._untaken = list(self._unfinished)
 
     def __iter__(self) -> Iterator[int]:
@@ -162,7 +162,7 @@ class SharedShards:
         if lease is None:
             return False
         self._writer.take_up()  # another process may have died while it committed
-        damaged = [index for index in range(self._count) if not self._writer.has(index)]
+        damaged = [index for index in range(self._count) if not self._writer.is_finished(index)]
         for index in damaged:
             self._writer.drop(index)
         if damaged:

@@ -7,11 +7,11 @@ An object is written once, and appears whole or not at all. `put` and `swap` are
 may be replaced: leases, caches and notes of progress. `publish` makes a version visible in one
 step. What is flushed to disk (fsync), unless `durable` is false:
 
-    put_if_absent, put    the object's bytes; with `name`, its name in the folder as well
+    put_if_absent, put    the object's bytes; with `flush_name`, its name in the folder as well
     put_file              a file that a library wrote, and its name
     publish               all names of the version, its manifest, and the names of the folders above
 
-Every change goes through the functions below and `files`, so a test can record the changes and
+Every change goes through the functions below and `core.files`, so a test can record the changes and
 replay each state that a power loss may leave.
 """
 
@@ -96,7 +96,7 @@ class Storage:
                 raise pa.ArrowInvalid(str(error)) from None
             raise
 
-    def check(self, key: str) -> tuple[int, str]:
+    def size_and_sha256(self, key: str) -> tuple[int, str]:
         """Return the object's size in bytes and its sha256, as 64 hex digits."""
         path = self._file(key)
         return path.stat().st_size, sha256_of(path)
@@ -192,30 +192,32 @@ class Storage:
     # -- writing
 
     def put_if_absent(
-        self, key: str, data: bytes, *, name: bool = False, durable: bool = True
+        self, key: str, data: bytes, *, flush_name: bool = False, durable: bool = True
     ) -> bool:
         """Write an object if it does not exist; return False if it does.
 
         Args:
-            name: flush its name too, so that it survives a power loss from now on.
+            flush_name: flush its name too, so that it survives a power loss from now on.
             durable: if false, it need not survive a power loss.
         """
         path = self.local(key)
         while True:
             # another process may just have deleted the folder
             with contextlib.suppress(FileNotFoundError):
-                make_folder(path.parent) if name else path.parent.mkdir(parents=True, exist_ok=True)
+                if flush_name:
+                    make_folder(path.parent)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 try:
                     with replacing(path, if_absent=True, durable=durable) as file:
                         file.write(data)
                 except FileExistsError:
                     return False
-                if name:
+                if flush_name:
                     sync(path.parent)
                 return True
 
-    def put(self, key: str, data: bytes, *, name: bool = False, durable: bool = True) -> None:
-        """Write an object, replacing an existing one. For `name` and `durable`, see
+    def put(self, key: str, data: bytes, *, flush_name: bool = False, durable: bool = True) -> None:
+        """Write an object, replacing an existing one. For `flush_name` and `durable`, see
         `put_if_absent`."""
         path = self.local(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,7 +225,7 @@ class Storage:
             self.delete(key)
         with replacing(path, durable=durable) as file:
             file.write(data)
-        if name:
+        if flush_name:
             sync(path.parent)
 
     def swap(self, key: str, data: bytes, stamp: Stamp | None) -> Stamp | None:

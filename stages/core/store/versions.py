@@ -2,18 +2,20 @@
 
     STORE/store.json                         format, id
     STORE/<run>/<kind>/v000003/              manifest.json + part-00000-3fa9c1d2.arrow …
-    STORE/<run>/<kind>/v000003.expired       the mark that its data may be deleted
+    STORE/<run>/<kind>/v000003.expired       a mark: its data may be deleted
+    STORE/<run>/<kind>/v000003.removed       a mark: its data may be deleted, and are made again
+    STORE/<run>/<kind>/v000003.expired.optimizer    a mark for its optimizer state alone
     STORE/<run>/<kind>/.work/                unfinished work (see `writer`)
     STORE/<run>/<kind>/.index                a cache of all manifests (see `listing`)
     STORE/<run>/tags/<name>/000001.json      entries of a tag; the highest is the tag
 
-Three rules hold. Objects are written once and never changed; the exceptions are leases and caches.
-A version is its manifest: it exists from the moment when its manifest is there. Only data are
-deleted, never a manifest, and a mark says so first.
+Three rules hold. Objects are written once and never changed; the exceptions are unfinished work,
+leases and caches. A version is its manifest: it exists from the moment when its manifest is there.
+Only data are deleted, never a manifest, and a mark says so first.
 
 Reading checks size and sha256 before it parses, and maps files into memory. There are no silent
-fallbacks: if the newest version is torn, `latest` is an error. A marked version is expired: only
-its manifest can be read, `with_expired`. Writing is in `writer`, deleting in `retention`.
+fallbacks: if the newest version is torn, `latest` is an error. Of a version that expired or was
+removed, only the manifest can be read. Writing is in `writer`, deleting in `retention`.
 
     store = Store("store")
     rollouts = store.open("arith/rollouts@latest")
@@ -190,7 +192,7 @@ class Version:
     def _verify_file(self, entry: FileEntry) -> None:
         name = entry.name
         try:
-            size, sha256 = self._storage.check(f"{self.ref.folder}/{name}")
+            size, sha256 = self._storage.size_and_sha256(f"{self.ref.folder}/{name}")
         except FileNotFoundError:
             # it may have expired since it was opened
             error = marks.gone_error(self._storage, self.ref, (REMOVED, EXPIRED))
@@ -302,7 +304,7 @@ class Store:
                 next="name an empty or new folder",
             )
         with storage_errors(f"store {self.path}"):
-            self.storage.put_if_absent("store.json", _marker().encode(), name=True)
+            self.storage.put_if_absent("store.json", _marker().encode(), flush_name=True)
 
     def _read_marker(self) -> str:
         """Return the id in store.json. Raises CorruptError."""
@@ -384,7 +386,7 @@ class Store:
         parsed = refs.parse(ref, run)
         if isinstance(parsed.version, int):
             names = [REMOVED]
-            if not self.sees_expired and not self._is_tagged(parsed):
+            if not self.sees_expired and not self._is_saved_by_tag(parsed):
                 names.append(EXPIRED)
             error = marks.gone_error(self.storage, parsed, names)
             if error is not None:
@@ -405,11 +407,11 @@ class Store:
             raise self._nowhere(parsed, f"tag {parsed.version} points at {tagged}")
         target = self.resolve(tagged)
         if entry.content_hash not in ("", self.version(target).manifest.content_hash):
-            problem = f"tag {parsed.version} points at another version that had the number {target}"
+            problem = f"tag {parsed.version} pointed at an earlier {target}, which was replaced"
             raise self._nowhere(parsed, problem)
         return target
 
-    def _is_tagged(self, ref: Ref) -> bool:
+    def _is_saved_by_tag(self, ref: Ref) -> bool:
         """Return True if a version is marked as expired and a tag points at it. Such a version did
         not expire: the tag was moved to it while it was marked, and its data stay."""
         if self.storage.stamp(marks.key_of(ref, EXPIRED)) is None:
@@ -475,7 +477,7 @@ class Store:
             raise CorruptError(
                 str(ref), "the folder is a link", next="replace the link by the folder itself"
             )
-        mark = None if self._is_tagged(ref) else marks.read(self.storage, ref, EXPIRED)
+        mark = None if self._is_saved_by_tag(ref) else marks.read(self.storage, ref, EXPIRED)
         return Version(ref, self.storage, mark)
 
     def exists(self, ref: Ref) -> bool:

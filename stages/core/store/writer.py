@@ -103,7 +103,7 @@ class Writer:
         self.run_key = plan.run_key
         self.seconds: dict[str, float] = {}
         """Seconds by phase, in this process."""
-        self.notes: dict[str, Any] = {}
+        self.report_fields: dict[str, Any] = {}
         """Fields that the stage adds to its report, as plain JSON. Set them before a shard is
         written: the committing process sees only what was noted by then.
         """
@@ -199,14 +199,17 @@ class Writer:
                 self.write_note("cut", fields)
             return (begun_with or fields)["rows_per_shard"]
 
-    def has(self, index: int) -> bool:
+    def is_finished(self, index: int) -> bool:
         """Return True if shard `index` is finished and unchanged."""
         entry = self._note(index)
         return entry is not None and self._is_whole(entry)
 
     def _is_whole(self, entry: FileEntry) -> bool:
         try:
-            return self._storage.check(f"{self.work}/{entry.name}") == (entry.bytes, entry.sha256)
+            return self._storage.size_and_sha256(f"{self.work}/{entry.name}") == (
+                entry.bytes,
+                entry.sha256,
+            )
         except (FileNotFoundError, CorruptError):
             return False
 
@@ -269,7 +272,7 @@ class Writer:
                 self._storage.put(f"{self.work}/{name}", raw)
             note = note_of(entry.model_dump(mode="json"))
             key = f"{self.work}.notes/{note_name(index)}"
-            if not self._storage.put_if_absent(key, note) and not self.has(index):
+            if not self._storage.put_if_absent(key, note) and not self.is_finished(index):
                 self._storage.put(key, note)
             self.shards.written(index)
 
@@ -301,9 +304,13 @@ class Writer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started_at
 
     def report(self) -> dict[str, Any]:
-        """Return this process's report: `notes`, the `seconds` of its phases, its shards."""
+        """Return this process's report: `report_fields`, seconds by phase, its shards."""
         total = time.monotonic() - self._started_at
-        return {**self.notes, "seconds": {**self.seconds, "total": total}, **self.shards.report()}
+        return {
+            **self.report_fields,
+            "seconds": {**self.seconds, "total": total},
+            **self.shards.report(),
+        }
 
     def reports(self) -> list[dict[str, Any]]:
         """Return the reports of all processes that took part, this one first."""
@@ -362,7 +369,7 @@ class Writer:
             count = len(indices) if self._count is None else self._count
             problem = None
             if indices != list(range(count)) or None in self._entries:
-                problem = f"shards {indices} are not one row of numbers"
+                problem = f"found shards {indices}, expected 0 to {count - 1}"
             elif not all(map_in_threads(self._is_whole, self._entries)):
                 problem = "a shard is not what was written"
             else:
@@ -496,14 +503,14 @@ class Staging:
     @contextmanager
     def open_alone(self) -> Iterator[None]:
         """Do the work as the only process. Raises BusyError if another one is at it."""
-        self.lease = self.leases.take_when_stale("work")
+        self.lease = self.leases.take_or_wait("work")
         if self.lease is None:
-            raise self._busy(self.leases.holder("work"), " now")
+            raise self._busy(self.leases.holder("work"))
         try:
             for name in self.leases.names():
                 holder = self.leases.holder(name) if name.startswith("worker-") else None
                 if holder is not None:
-                    raise self._busy(holder, " and others that share it")
+                    raise self._busy(holder, ", and shares it with others")
             for writer in self.writers.values():
                 writer.shards = SoleShards(writer)
                 # half a checkpoint is not worth keeping, nor the tables that are made with it
@@ -617,11 +624,11 @@ class Staging:
                 for name in reversed(names):  # notes before the shards that they describe
                     storage.delete(f"{place}/{name}")
 
-    def _busy(self, holder: Link | None, manner: str) -> BusyError:
+    def _busy(self, holder: Link | None, manner: str = "") -> BusyError:
         process = f"process {holder.owner.pid}" if holder else "another process"
         return BusyError(
             f"{self.plan.name} {printable(self.plan.stage)}",
-            f"{process} is at this very work{manner}",
+            f"{process} is already doing this work{manner}",
             next="wait for it, then run again",
         )
 
@@ -639,8 +646,8 @@ def open_staging(plan: Plan, *, force: bool = False, share: bool = False) -> Ite
     if share and force:
         raise ConfigError(
             f"{plan.name} {printable(plan.stage)}",
-            "force does again what is done, and only one process can: the others could not tell it "
-            "from what it replaces",
+            "force repeats finished work, and processes that share it could not tell new shards "
+            "from old ones",
             next="leave out force, or share",
         )
     staging = Staging(plan, force=force)
@@ -652,6 +659,6 @@ def taken_over(name: str) -> BusyError:
     """Build the error for a process that lost its lease; see the top of this file."""
     return BusyError(
         name,
-        "another process took this work over while this one was not heard of",
+        "another process took over this work, because this one had not renewed its lease",
         next="wait for it, then run again",
     )

@@ -119,7 +119,7 @@ def inputs(store, policy):
 def test_every_step_and_the_next_training_go_on_with_the_kl_coefficient(
     store, policy, inputs, aggregation
 ):
-    """The KL is 0.3 nats a token (k1), however the tokens are weighed; of 16 rollouts, over a
+    """The KL is 0.3 nats per token (k1), however the tokens are weighed; of 16 rollouts, over a
     horizon of 16, the coefficient moves by the whole error."""
     made, ref = inputs
     config = world.config(

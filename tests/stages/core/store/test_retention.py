@@ -531,7 +531,7 @@ def test_unfinished_work_that_was_given_up_goes_after_the_grace_time(store):
     assert len(collect(store, Rule(), apply=True).work) == 1
     assert list(work.iterdir()) == []
     with begin(store, "a", "logprobs", **plan(2)) as writer:
-        assert not writer.has(0)
+        assert not writer.is_finished(0)
         assert collect(store, Rule(grace_seconds=0), apply=True).work == []
         writer.write(0, make_table(store, 1).table())
         assert writer.commit().ref.version == 2

@@ -168,7 +168,7 @@ def test_seconds_are_summed_and_the_total_is_the_longest(store):
         one.seconds.update({"score": 2.0, "load": 0.5})
         two.seconds.update({"score": 1.0})
         one.writer._started_at -= 100
-        two.notes["rows"] = 3
+        two.report_fields["rows"] = 3
         for work, index in ((one, first.take()), (two, second.take())):
             work.write(index, table(2 * index))
         assert [part.get("rows") for part in one.reports()] == [None, 3]
@@ -181,8 +181,8 @@ def test_seconds_are_summed_and_the_total_is_the_longest(store):
 
 def test_one_alone_and_those_that_share_keep_out_of_each_others_way(store, monkeypatch):
     monkeypatch.setattr("quiver.stages.core.store.writer._JOIN_SECONDS", 0.1)
-    alone = f"process {os.getpid()} is at this very work alone"
-    shared = f"process {os.getpid()} is at this very work and others that share it"
+    alone = f"process {os.getpid()} is already doing this work alone"
+    shared = f"process {os.getpid()} is already doing this work, and shares it with others"
     with work_on(store, share=False), pytest.raises(BusyError, match=alone), work_on(store):
         pass
     with work_on(store), pytest.raises(BusyError, match=shared), work_on(store, share=False):

@@ -33,7 +33,10 @@ def test_an_object_is_read_as_it_was_written_last(storage):
     storage.put("run/kind/note", b"first")
     storage.put("run/kind/note", b"second, longer")
     assert storage.read("run/kind/note") == b"second, longer"
-    assert storage.check("run/kind/note") == (14, hashlib.sha256(b"second, longer").hexdigest())
+    assert storage.size_and_sha256("run/kind/note") == (
+        14,
+        hashlib.sha256(b"second, longer").hexdigest(),
+    )
 
 
 def test_an_object_that_is_not_there_is_said_not_to_be(storage):
