@@ -279,5 +279,7 @@ def first_of_line(store: Store, policy: str) -> str:
 
     This is policy@0 of its run; for a fork, policy@0 of the run it was forked from.
     """
-    *_, first = line_of(store.open(policy).manifest, lambda ref: store.open(ref).manifest)
+    with_expired = store.with_expired()  # a manifest is enough
+    newest = with_expired.open(policy).manifest
+    *_, first = line_of(newest, lambda ref: with_expired.open(ref).manifest)
     return first.ref

@@ -432,9 +432,7 @@ def _named(store: Store, manifest: Manifest, role: str, kind: str = "") -> Versi
     Raises LineageError if the input is a version of another kind.
     """
     entry = manifest.input(role)
-    version = None
-    with suppress(LineageError):
-        version = store.open_input(entry) if entry else None
+    version = _opened(store, entry.ref if entry else None)
     if version is not None and version.ref.kind != (kind or role):
         next = f"quiver lineage {manifest.ref}"
         raise LineageError(

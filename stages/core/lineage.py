@@ -21,7 +21,7 @@ def open_input(store: Store, version: Version, role: str) -> Version:
     another kind than its role.
     """
     entry = version.manifest.require_input(role)
-    source = store.open_input(entry)
+    source = store.open(entry.ref)
     if role in KINDS and source.ref.kind != role:
         raise LineageError(
             str(version.ref),
@@ -82,9 +82,9 @@ def prompts_of(store: Store, version: Version) -> Version:
             raise LineageError(
                 str(version.ref), "was not made from rollouts", next="name another version"
             )
-        version = store.open_input(rollouts)
+        version = store.open(rollouts.ref)
         entry = version.manifest.require_input("prompts")
-    prompts = store.open_input(entry)
+    prompts = store.open(entry.ref)
     if prompts.ref.kind != "prompts":
         next = f"quiver lineage {version.ref}"
         raise LineageError(

@@ -170,7 +170,7 @@ def _difference_to(
     """Describe how `baseline` differs from this evaluation; empty if it is comparable."""
     their_rollouts = baseline.manifest.input("rollouts")
     prompts = rollouts.manifest.input("prompts")
-    their_prompts = their_rollouts and store.open_input(their_rollouts).manifest.input("prompts")
+    their_prompts = their_rollouts and store.open(their_rollouts.ref).manifest.input("prompts")
     if not prompts or not their_prompts or prompts.content_hash != their_prompts.content_hash:
         theirs, ours = (entry.ref if entry else "unknown" for entry in (their_prompts, prompts))
         return f"its prompts are {theirs}, expected {ours}"
@@ -178,7 +178,7 @@ def _difference_to(
     theirs = measured | baseline.manifest.config
     if theirs != measured:
         return f"it measured {printable(theirs)}, expected {printable(measured)}"
-    their_rewards = store.open_input(baseline.manifest.require_input("rewards"))
+    their_rewards = store.open(baseline.manifest.require_input("rewards").ref)
     if not is_made_alike(their_rewards.manifest, rewards.manifest):
         return f"it was scored differently, by {their_rewards.ref}; these are {rewards.ref}"
     return ""

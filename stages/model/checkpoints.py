@@ -345,7 +345,7 @@ def adapter_base(store: Store, policy: Version) -> Version | None:
         return None
     found_hash = "no such version"
     with suppress(LineageError):
-        base = store.open_input(base_input)
+        base = store.open(base_input.ref)
         if base.manifest.content_hash == base_input.content_hash:
             return base
         found_hash = f"{base.manifest.content_hash[:12]}…"

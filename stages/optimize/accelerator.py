@@ -24,6 +24,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.plain import read_json
 from quiver.stages.core.ranks import LAUNCHERS
 from quiver.stages.core.run.runner import quiver_version
+from quiver.stages.core.store.leases import Leases
 from quiver.stages.model.devices import uses_gpu
 from quiver.stages.model.loading import load_as_stored
 
@@ -153,7 +154,8 @@ def check_plan(plan: Plan) -> None:
     storage = plan.store.storage
     lease = None
     if os.environ.get("RANK", "0") == "0":  # it writes under a lease, and every lease is unique
-        key = f"{plan.work}.leases/{max(storage.files(f'{plan.work}.leases'))}"
+        leases = Leases(storage, f"{plan.work}.leases")
+        key = leases.key("work", leases.top("work").number)
         lease = key, _token(storage, key)
     key, token = of_all_ranks(lease)[0]
     deadline = time.monotonic() + _SECONDS

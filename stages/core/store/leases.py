@@ -191,8 +191,17 @@ class Leases:
         return None if top is None or self._is_free(name, top) else top
 
     def holders(self) -> list[Link]:
-        """Return the holders of all leases here."""
-        return [holder for name in self.names() if (holder := self.holder(name))]
+        """Return the holders of all leases here.
+
+        A process of another host, or of another boot, is left out if nothing here changed for ten
+        times a lease's lifetime: a process that has just begun has not watched its renewals.
+        """
+        holders = [holder for name in self.names() if (holder := self.holder(name))]
+        if all(holder.owner.is_visible for holder in holders):
+            return holders
+        seconds_silent = time.time() - self.storage.changed_at(self.prefix)
+        is_silent = seconds_silent > 10 * SECONDS_TO_LIVE
+        return [holder for holder in holders if holder.owner.is_visible or not is_silent]
 
     def seconds_seen(self, name: str) -> float:
         """Return for how many seconds this process has observed the current holder."""

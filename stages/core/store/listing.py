@@ -7,8 +7,8 @@
     STORE/<run>/<kind>/.index                      a line for each manifest that was read
 
 One listing of the folder gives all numbers and all marks. Manifests never change, so a line of the
-index is never out of date: manifests that have no line are read, and the index may be lost, torn or
-old. A torn manifest gets no line, so it is read again each time.
+index stays true unless somebody damages the manifest, which `verify` tells. Manifests that have no
+line are read, so the index may be lost, torn or old. A torn manifest gets no line.
 
 Not of the spine: a version is found by its run key, and this file says how that stays quick.
 """
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import zlib
 from collections import defaultdict
@@ -32,6 +33,7 @@ from quiver.stages.core.threads import map_in_threads
 
 from .storage import Storage
 
+log = logging.getLogger(__name__)
 EXPIRED, NO_OPTIMIZER, REMOVED = "expired", "expired.optimizer", "removed"
 """Names of marks: all data of a version, a policy's optimizer state alone; removed by a user."""
 _MOST_BYTES = 612 * 1024 * 1024
@@ -93,9 +95,24 @@ class Listing:
 
     def visible(self, *, expired: bool) -> list[int]:
         """Return the numbers of the versions that were not removed, and did not expire either
-        unless `expired`, rising."""
+        unless `expired`, oldest first.
+
+        A version that was made again, because the data of an earlier one were gone, has the place
+        of the earlier one: it is not newer than what was made since.
+        """
         hidden = self.marks[REMOVED] | (set() if expired else self.marks[EXPIRED])
-        return [number for number in self.numbers if number not in hidden]
+        numbers = [number for number in self.numbers if number not in hidden]
+        gone = sorted(self.marks[REMOVED] | self.marks[EXPIRED], reverse=True)
+        if not gone or not numbers:
+            return numbers
+        lines, _ = self._lines()
+        first_of = {_run_key(lines[number]): number for number in gone if number in lines}
+
+        def place(number: int) -> tuple[int, int]:
+            first = first_of.get(_run_key(lines[number]), number) if number in lines else number
+            return min(first, number), number
+
+        return sorted(numbers, key=place)
 
     def summaries(self) -> list[Summary]:
         """Return the summary of every version, rising."""
@@ -104,7 +121,9 @@ class Listing:
 
     def find(self, run_key: str) -> list[int]:
         """Return the numbers of all versions with this run key, rising."""
-        lines, _ = self._lines()
+        lines, torn = self._lines()
+        for summary in torn:
+            log.warning("%s is passed over: %s", self._folder, summary.error)
         key = f" {run_key} ".encode()
         return sorted(number for number, line in lines.items() if key in line)
 
@@ -181,6 +200,10 @@ def _lines_of(index: bytes) -> Mapping[int, bytes]:
     with suppress(ValueError):
         return {int(line.partition(b" ")[0]): line for line in lines.splitlines()}
     return {}
+
+
+def _run_key(line: bytes) -> bytes:
+    return line.split(b" ", 2)[1]
 
 
 def _parse(line: bytes) -> Summary:

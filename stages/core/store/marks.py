@@ -5,7 +5,7 @@
     STORE/<run>/<kind>/v000003.removed             a user removed it, or it is damaged: a stage that
                                                    needs it makes it again
 
-A mark is written before data are deleted, and is never taken back. The manifest stays, so a number
+A mark is written before data are deleted. The manifest stays, so a number
 is never given again, and lineage can always be told.
 
 Not of the spine: `retention` writes marks, and readers turn them into errors.

@@ -22,7 +22,7 @@ each run, and for policies that are tagged or read by a stage at work.
 A collection marks what is not kept (see `marks`). From then on it is expired: no process begins to
 read it, and one that has opened it goes on reading. After the grace time a later collection deletes
 the data, unless a tag points at the version or a stage at work reads it. Manifests and marks stay
-for ever, and a mark is not taken back: a stage that needs expired data makes a new version.
+for ever, and data are not put back: a stage that needs expired data makes a new version.
 
 A process that tags or reads a version says so first, by the tag's entry or its note, and then looks
 for a mark. A collection marks first, and then looks for tags and notes. So one sees the other.
@@ -42,7 +42,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 
-from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, QuiverError
+from quiver.schemas.errors import ConflictError, CorruptError, LineageError, QuiverError
 from quiver.schemas.manifest import Manifest
 from quiver.schemas.refs import KINDS, NAME, Ref, as_version, parse
 from quiver.stages.core.files import storage_errors
@@ -51,8 +51,9 @@ from . import marks, tags
 from .leases import Leases
 from .listing import EXPIRED, NO_OPTIMIZER, REMOVED
 from .notes import SOURCES, WORK, read_note
-from .versions import OPTIMIZER_FOLDER, Store, Version
+from .versions import OPTIMIZER_FOLDER, Store
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _PLANNED_WITH = ("config.json", "generation_config.json")
 """Files of a policy that plans read beside its manifest; the mark keeps their text."""
 
@@ -179,15 +180,18 @@ def find_kept(
     waiting = [*roots, *kept.in_use]
     while waiting:
         ref = waiting.pop()
+        if ref not in kept.read:
+            try:
+                ref = store.resolve(ref)
+            except LineageError:  # its data are gone, or will be
+                continue
         if ref in kept.versions:
-            continue
-        if not store.exists(ref):  # it has a mark, so only a stage that began before can read it
-            kept.versions.update({ref} & kept.read)
-            waiting += filter(None, [store.twin(ref)])
             continue
         kept.versions.add(ref)
         manifest = store.version(ref).manifest
         sources = _sources(manifest, is_root=ref in roots)
+        if ref in kept.read:
+            kept.read.update(sources)
         if manifest.kind == "prompts":
             chosen_by.update(filter(store.exists, sources))
         else:
@@ -244,7 +248,14 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
         ConflictError: a tag points at it, a policy needs it as base of its adapter, or a stage at
             work reads it.
     """
-    target = store.with_expired().resolve(ref)
+    target = parse(ref)
+    aside = marks.read(store.storage, target, REMOVED) if _has_number(target) else None
+    if aside is not None and aside.keep:
+        _delete_data(store, target)
+        return target, users_of(store, target)[1]
+    if aside is not None:
+        raise marks.gone_error(store.storage, target, [REMOVED])
+    target = store.with_expired().resolve(target)
     _require_unused(store, target)
     with storage_errors(target):
         marks.write(store.storage, target, REMOVED, why)
@@ -256,6 +267,10 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
             raise
         _delete_data(store, target)
     return target, users_of(store, target)[1]
+
+
+def _has_number(ref: Ref) -> bool:
+    return isinstance(ref.version, int)
 
 
 def _require_unused(store: Store, ref: Ref) -> None:
@@ -292,26 +307,14 @@ def _require_unused(store: Store, ref: Ref) -> None:
             )
 
 
-def is_damaged(store: Store, ref: Ref) -> bool:
-    """Return True if a version's manifest or files differ from what was written."""
-    try:
-        store.version(ref).verify()
-    except QuiverError:
-        return True
-    return False
-
-
 def put_aside(store: Store, ref: str | Ref) -> Ref:
-    """Mark a damaged version as removed, and leave its data where they are.
+    """Mark a damaged version as removed, and leave its data where they are, for a user to look at.
 
-    A stage that needs it makes it again, under another number. Raises ConfigError if the version is
-    whole.
+    A stage that needs it makes it again, under another number.
     """
     target = store.resolve(ref)
-    if not is_damaged(store, target):
-        raise ConfigError(str(target), "is whole", next=f"quiver rm {target}")
     with storage_errors(target):
-        marks.write(store.storage, target, REMOVED, "damaged", keep=True)
+        marks.write(store.storage, target, REMOVED, "damaged, put aside", keep=True)
     return target
 
 
@@ -381,21 +384,35 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
     kept = find_kept(store, rule.keep, rule.moments, rule.spared)
     collected.marked = list(_not_kept(store, there, kept))
     with storage_errors("gc"):
+        no_room = None
         for expiring in collected.marked if apply else ():
-            _mark(store, rule, expiring)
+            try:
+                with suppress(CorruptError):  # damaged versions stay; `verify` reports them
+                    _mark(store, rule, expiring)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                no_room = error  # deleting what is due makes room
+                break
         marked = list(_marked(store, rule, () if apply else collected.marked))
         # what came into use before its mark is seen now; later users see the mark
         kept = find_kept(store, rule.keep, rule.moments, rule.spared)
         needed = {REMOVED: kept.in_use, EXPIRED: kept.versions, NO_OPTIMIZER: kept.read}
+        for expiring in collected.marked if apply else ():
+            if expiring.mark == EXPIRED and store.version(expiring.ref).mark is None:
+                # a tag was moved to it right before the mark
+                store.storage.delete(marks.key_of(expiring.ref, EXPIRED))
+        new = {(expiring.ref, expiring.mark) for expiring in collected.marked}
         for expiring, age in marked:
             is_due = age >= rule.grace_seconds and expiring.ref not in needed[expiring.mark]
             if is_due and apply:
                 _delete_data(store, expiring.ref, expiring.mark)
-            is_new = any(expiring == marked for marked in collected.marked)
             if is_due:
                 collected.deleted.append(expiring)
-            elif not is_new:
+            elif (expiring.ref, expiring.mark) not in new:
                 collected.waiting.append(expiring)
+        if no_room is not None and not collected.deleted:
+            raise no_room
     return collected
 
 
@@ -409,18 +426,11 @@ def _not_kept(store: Store, refs: Iterable[Ref], kept: Kept) -> Iterator[Expirin
             name = NO_OPTIMIZER
         with suppress(CorruptError):  # damaged versions stay; `verify` reports them
             version = store.version(ref)
-            num_bytes = _bytes_of(version, name)
+            num_bytes = sum(_data(store, ref, name).values())
             is_published = version.manifest.run_key in kept.run_keys
             is_marked = marks.read(store.storage, ref, name) is not None
             if not is_published and not is_marked and (num_bytes or name == EXPIRED):
                 yield Expiring(ref, name, num_bytes)
-
-
-def _bytes_of(version: Version, mark: str) -> int:
-    """Return the bytes of the files that a mark covers, as the manifest lists them."""
-    start = f"{OPTIMIZER_FOLDER}/" if mark == NO_OPTIMIZER else ""
-    files = version.manifest.files
-    return sum(entry.bytes for entry in files if entry.name.startswith(start))
 
 
 def _mark(store: Store, rule: Rule, expiring: Expiring) -> None:
@@ -479,8 +489,8 @@ def _size(store: Store, key: str) -> int:
 def _abandoned(store: Store, rule: Rule) -> Iterator[Work]:
     """Yield the work that no process holds a lease of, and that is done, or older than the grace
     time."""
+    at_work = {stage.run_key for stage in stages_at_work(store)}
     for run in rule.runs_of(store):
-        at_work = {stage.run_key for stage in stages_at_work(store)}
         for kind in KINDS:
             summaries = store.listing(run, kind).summaries()
             num_made = Counter(summary.run_key for summary in summaries)
@@ -505,14 +515,15 @@ def _sweep(store: Store, work: Work) -> bool:
             lease = leases.take("work")
             is_free = lease is not None
         except OSError as error:
-            is_free = error.errno == errno.ENOSPC
+            is_free = error.errno in _NO_ROOM
             if not is_free:
                 raise
         try:
             if not is_free or len(leases.holders()) > (lease is not None):
                 return False
             for name in reversed(work.names):  # notes before the shards that they describe
-                store.storage.delete(f"{work.place}/{name}")
+                if not name.endswith(".leases"):
+                    store.storage.delete(f"{work.place}/{name}")
             store.storage.delete(leases.prefix)
         finally:
             if lease is not None:

@@ -42,6 +42,7 @@ from quiver.stages.core.files import (
 )
 
 _NUMBER = re.compile(r"[0-9]{6,12}")
+_MOST_TRIES = 100
 Stamp = tuple[int, int, int]
 """Changes with every write of an object."""
 
@@ -137,7 +138,7 @@ class Storage:
     def list_numbers(self, prefix: str) -> list[int]:
         """Return the numbers of objects directly below `prefix` named like `000001`, rising."""
         names = (name.removesuffix(".json") for name in self.list(prefix))
-        return [int(name) for name in names if _NUMBER.fullmatch(name)]
+        return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
     def files(self, prefix: str) -> dict[str, int]:
         """Return the size in bytes of every regular file below `prefix`, by its name from there,
@@ -201,7 +202,7 @@ class Storage:
             durable: if false, it need not survive a power loss.
         """
         path = self.local(key)
-        while True:
+        for _ in range(_MOST_TRIES):
             # another process may just have deleted the folder
             with contextlib.suppress(FileNotFoundError):
                 if flush_name:
@@ -215,6 +216,7 @@ class Storage:
                 if flush_name:
                     sync(path.parent)
                 return True
+        raise FileNotFoundError(errno.ENOENT, "its folder cannot be made", str(path))
 
     def put(self, key: str, data: bytes, *, flush_name: bool = False, durable: bool = True) -> None:
         """Write an object, replacing an existing one. For `flush_name` and `durable`, see

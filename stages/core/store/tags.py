@@ -117,6 +117,15 @@ class Tag:
             if self._storage.put_if_absent(key, line, flush_name=True):
                 return entry
 
+    def undo(self, entry: Entry) -> None:
+        """Point the tag back at what it pointed at before `entry`, its newest one; a tag that did
+        not exist before stays."""
+        earlier = self.history()[:-1]
+        if earlier:
+            before = earlier[-1]
+            why = f"back from {entry.ref}, which expired"
+            self.move(before.ref, before.content_hash, entry.ref, why, "", {})
+
     def _place(self, number: int) -> dict[str, Any]:
         """Return the fields that bind an entry to its tag and number."""
         return {"tag": f"{self._run}/{self.name}", "number": number}

@@ -109,7 +109,10 @@ class VersionFiles:
         if mark is not None and name in mark.files:
             return mark.files[name].encode()
         self._version.verify(name)
-        return self._storage.read(f"{self._prefix}/{name}")
+        try:
+            return self._storage.read(f"{self._prefix}/{name}")
+        except FileNotFoundError:
+            raise self._version.missing(name) from None
 
     def sizes(self) -> dict[str, int]:
         """Return the actual size in bytes of each file that is there, listed or not, by name; but
@@ -181,7 +184,8 @@ class Version:
         map_in_threads(self._verify_file, unchecked)
 
     def require(self, name: str) -> None:
-        """Raise LineageError if file `name` expired. `verify` checks the file itself."""
+        """Raise LineageError if file `name` expired, or, if empty, the whole version. `verify`
+        checks the file itself."""
         names = [EXPIRED] if self.mark else []
         if name.startswith(f"{OPTIMIZER_FOLDER}/"):
             names.append(NO_OPTIMIZER)
@@ -194,14 +198,18 @@ class Version:
         try:
             size, sha256 = self._storage.size_and_sha256(f"{self.ref.folder}/{name}")
         except FileNotFoundError:
-            # it may have expired since it was opened
-            error = marks.gone_error(self._storage, self.ref, (REMOVED, EXPIRED))
-            raise error or self.corrupt(name, "is missing") from None
+            raise self.missing(name) from None
         if size != entry.bytes:
             raise self.corrupt(name, f"expected {entry.bytes} bytes, found {size}")
         if sha256 != entry.sha256:
             raise self.corrupt(name, f"sha256 expected {entry.sha256[:12]}…, found {sha256[:12]}…")
         self._checked.add(name)
+
+    def missing(self, name: str) -> QuiverError:
+        """Build the error for a file that is missing; it may have expired since the version was
+        opened."""
+        error = marks.gone_error(self._storage, self.ref, (REMOVED, EXPIRED))
+        return error or self.corrupt(name, "is missing")
 
     def corrupt(self, name: str, problem: str) -> CorruptError:
         """Build the error for a file of this version that differs from what was written."""
@@ -228,8 +236,10 @@ class Version:
             most_bytes -= entry.bytes
             if entries and most_bytes < 0:
                 break
-            self.verify(entry.name)
             entries.append(entry)
+        self.require("")
+        unchecked = [entry for entry in entries if entry.name not in self._checked]
+        map_in_threads(self._verify_file, unchecked)
         if self._storage.is_foreign:
             from .arrow_check import require_parseable
 
@@ -245,6 +255,8 @@ class Version:
         try:
             shard = self._storage.read_table(f"{self.ref.folder}/{entry.name}")
             shard = shard.select(columns) if columns else shard
+        except FileNotFoundError:
+            raise self.missing(entry.name) from None
         except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
             raise self.corrupt(entry.name, f"cannot be parsed: {printable(error)}") from None
         if shard.num_rows != entry.rows:
@@ -347,7 +359,8 @@ class Store:
         ]
 
     def numbers(self, run: str, kind: str) -> list[int]:
-        """Return the version numbers of one kind in one run, rising."""
+        """Return the version numbers of one kind in one run, oldest first. A version that was made
+        again has the place of the first one."""
         return self.listing(run, kind).visible(expired=self.sees_expired)
 
     def listing(self, run: str, kind: str) -> Listing:
@@ -377,7 +390,8 @@ class Store:
     def resolve(self, ref: str | Ref, run: str | None = None) -> Ref:
         """Return the reference with its number.
 
-        `latest` is the highest number; a tag stands for the version it points at.
+        `latest` is the newest version; a tag stands for the version it points at. A version that
+        expired or was removed stands for the one with the same content that was made again.
 
         Raises:
             LineageError: there is no such version, its data expired, or the tag's version was
@@ -390,7 +404,11 @@ class Store:
                 names.append(EXPIRED)
             error = marks.gone_error(self.storage, parsed, names)
             if error is not None:
-                raise error
+                twin = self._twin(parsed)
+                if twin is None:
+                    raise error
+                log.debug("%s is gone; %s has the same content", parsed, twin)
+                return twin
             if not self.has_manifest(parsed) and not self.storage.list(parsed.folder):
                 raise self._nowhere(parsed, "there is no such version")
             return parsed
@@ -413,10 +431,25 @@ class Store:
 
     def _is_saved_by_tag(self, ref: Ref) -> bool:
         """Return True if a version is marked as expired and a tag points at it. Such a version did
-        not expire: the tag was moved to it while it was marked, and its data stay."""
+        not expire: the tag was moved to it right before the mark, and its data stay."""
         if self.storage.stamp(marks.key_of(ref, EXPIRED)) is None:
             return False
         return any(self.tagged(ref.run, name) == str(ref) for name in self.tag_names(ref.run))
+
+    def _twin(self, ref: Ref) -> Ref | None:
+        """Return the version that the same work made again, with the same content, after this one
+        expired or was removed. None if there is none. Raises CorruptError."""
+        if not self.has_manifest(ref):
+            return None
+        manifest = Version(ref, self.storage).manifest
+        listing = self.listing(ref.run, ref.kind)
+        visible = set(listing.visible(expired=False))
+        for number in filter(visible.__contains__, reversed(listing.find(manifest.run_key))):
+            other = Version(Ref(ref.run, ref.kind, number), self.storage)
+            with suppress(CorruptError):
+                if other.manifest.content_hash == manifest.content_hash:
+                    return other.ref
+        return None
 
     def open(self, ref: str | Ref, run: str | None = None) -> Version:
         """Return the version that `ref` names, its manifest checked.
@@ -426,22 +459,6 @@ class Store:
         version = self.version(self.resolve(ref, run))
         version.manifest  # noqa: B018  a torn manifest is found here, not later
         return version
-
-    def open_input(self, entry: Input) -> Version:
-        """Return an input of a version; if its data are gone, the version with the same content
-        that was made again. Raises LineageError or CorruptError."""
-        ref = refs.parse(entry.ref)
-        return self.open(ref if self.exists(ref) else self.twin(ref) or ref)
-
-    def twin(self, ref: Ref) -> Ref | None:
-        """Return the version that was made again after this one expired or was removed: by the same
-        work, with the same content. None if there is none. Raises CorruptError."""
-        if not self.has_manifest(ref):
-            return None
-        manifest = Version(ref, self.storage).manifest
-        other = self.find(ref.run, ref.kind, manifest.run_key)
-        is_twin = other is not None and other.manifest.content_hash == manifest.content_hash
-        return other.ref if is_twin and other.mark is None else None
 
     def find(
         self, run: str, kind: str, run_key: str, *, skip: int = 0, listing: Listing | None = None
@@ -544,9 +561,7 @@ class Store:
             error = marks.gone_error(self.storage, target, (REMOVED, EXPIRED)) if entry else None
             if error is not None:
                 # a collection marked it meanwhile, and may not have seen the entry
-                if entry.before is not None:
-                    undone = f"back from {target}, which expired"
-                    tag.move(entry.before, "", str(target), undone, "", {})
+                tag.undo(entry)
                 raise error
         return target
 

@@ -1,5 +1,6 @@
 """What stays in a store and what goes, by whatever order things happen and whenever somebody dies."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from quiver.flows.verification import verify
 from quiver.schemas.errors import ConflictError, CorruptError, LineageError
 from quiver.schemas.manifest import digest
 from quiver.stages.core.store import Store, marks, retention
+from quiver.stages.core.store.leases import Owner
 from quiver.stages.core.store.listing import EXPIRED, REMOVED
 from quiver.stages.core.store.retention import Rule, collect, find_kept, remove
 from quiver.stages.core.store.storage import Storage
@@ -598,16 +600,84 @@ def test_whatever_happens_in_500_histories(store, seed):
     live_through(store, seed, 60)
 
 
-def test_what_is_made_again_serves_those_made_of_the_first(store):
+def test_what_is_made_again_stands_for_the_first_and_is_not_newer(store):
     first = commit(store)
     second = commit(store, Settings(seed=1), inputs={"other": first})
     entry = second.manifest.require_input("other")
     remove(store, first.ref)
     with pytest.raises(LineageError, match="removed on purpose"):
-        store.open_input(entry)
+        store.open(entry.ref)
     again = commit(store)
-    assert str(again.ref) == "a/logprobs@3" and store.open_input(entry).ref == again.ref
+    assert str(again.ref) == "a/logprobs@3" and store.open(entry.ref).ref == again.ref
+    assert store.resolve("a/logprobs@latest") == second.ref
     commit(store, Settings(seed=2))
     store.tag("a", "prod", second.ref)
-    collect(store, Rule(keep=1, grace_seconds=0), apply=True)
-    assert [ref.version for ref in store.refs()] == [2, 3, 4]
+    collect(store, ALL, apply=True)
+    assert [ref.version for ref in store.refs()] == [3, 2, 4]
+
+
+def test_what_a_stage_reads_keeps_what_it_was_made_of_though_both_are_marked(store):
+    line(store)
+    first = store.open("a/logprobs@1")
+    with begin(store, "b", "logprobs", **plan(7, inputs={"rollouts": first})):
+        for ref in ("a/logprobs@1", "a/policy@0"):
+            marks.write(store.storage, store.resolve(ref), EXPIRED, "gc")
+        collect(store, ALL, apply=True)
+        assert first.table().num_rows == 2
+        assert (store.path / "a/policy/v000000/model.safetensors").exists()
+
+
+def test_a_damaged_version_and_a_full_disk_do_not_keep_what_is_due(store, monkeypatch):
+    line(store)
+    collect(store, Rule(keep=2), apply=True)
+    due = expired_files(store)
+    store.open("a/policy@2").files.path("config.json").write_bytes(b"torn")
+    collect(store, ALL, apply=True)
+    assert due and not set(due) & set(expired_files(store))
+    for number in range(4, 8):
+        make_table(store, number)
+    collect(store, Rule(keep=2), apply=True)
+    due = expired_files(store)
+    real = marks.write
+
+    def write(storage, ref, *arguments, **options):
+        if str(ref) == "a/logprobs@6":
+            raise OSError(errno.EDQUOT, "there is no room")
+        real(storage, ref, *arguments, **options)
+
+    monkeypatch.setattr(marks, "write", write)
+    collect(store, ALL, apply=True)
+    assert due and not set(due) & set(expired_files(store))
+
+
+def test_abandoned_work_goes_before_its_leases(store):
+    leave_work(store, 1)
+    gone = []
+
+    def around(call, path, do):
+        if call == "rename" and path.endswith(".gone"):
+            gone.append(path.rpartition("/")[2].split(".")[2])
+        return do()
+
+    with watched(around):
+        collect(store, Rule(grace_seconds=0), apply=True)
+    assert gone[-1] == "leases" and {"notes", "leases"} < set(gone)
+
+
+def test_a_process_of_another_boot_that_fell_silent_is_not_at_work(store):
+    key = leave_work(store, 1)
+    folder = store.path / f"a/logprobs/.work/{key}.0.leases"
+    (path,) = folder.glob("*/*")
+    path.write_text(path.read_text().replace(Owner.this_process().boot_id, "another"))
+    assert [stage.run_key for stage in retention.stages_at_work(store)] == [key]
+    for entry in (path, path.parent, folder):
+        os.utime(entry, (DAY_AGO, DAY_AGO))
+    assert list(retention.stages_at_work(store)) == []
+
+
+def test_a_reader_is_told_that_what_it_read_has_gone(store):
+    version = commit(store)
+    assert version.table().num_rows == 4
+    remove(store, version.ref)
+    with pytest.raises(LineageError, match="removed on purpose"):
+        version.table()
