@@ -216,7 +216,7 @@ def verify(
                 "needs the reference of the version to put aside",
                 next="quiver verify",
             )
-        if not verify_store(opened, ref)[1]:
+        if not any(isinstance(error, CorruptError) for error in verify_store(opened, ref)[1]):
             raise ConfigError(ref, "is whole", next=f"quiver rm {ref}")
         put_aside = retention.put_aside(opened, ref)
         folder = opened.storage.local(put_aside.folder)

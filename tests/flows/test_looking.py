@@ -151,8 +151,9 @@ def test_ls_sums_bytes(store, in_json):
 
 def test_a_damaged_version_and_a_damaged_tag_are_listed_among_the_others(store, tmp_path, capsys):
     shutil.copytree(store, tmp_path / "store")
+    (tmp_path / "store/held/rewards/.index").unlink(missing_ok=True)  # it has read the manifest
     (tmp_path / "store/held/rewards/v000001/manifest.json").write_text("{")
-    (tmp_path / "store/held/tags/best").write_text("\0")
+    (tmp_path / "store/held/tags/best/000001.json").write_text("\0")
     versions.ls("held", str(tmp_path / "store"))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10

@@ -26,6 +26,7 @@ from quiver.stages.reward.measures import groups
 from tests.flows.conftest import RECIPE
 from tests.flows.stages_here import Stages
 from tests.tiny import make_folder
+from tests.writing import run_here
 
 ROWS = 24
 CONTRAST = '''
@@ -200,7 +201,8 @@ def test_a_night_goes_on_behind_the_last_round_of_a_decided_one(folder, done, mo
     store = Store(recipe.store)
     assert (plan_night(recipe, "1").first, plan_night(recipe, "1").first_round) == (1, 1)
     about = {"decision": "rejected", "iteration": 2, "round": 5}
-    store.tag("night", "prod", "tiny/policy@0", expected=None, why="no", key="night 1", about=about)
+    base = run_here("policy", recipe.policy, store, into="night")
+    store.tag("night", "prod", base, expected=None, why="no", key="night 1", about=about)
     assert (plan_night(recipe, "2").first, plan_night(recipe, "2").first_round) == (3, 6)
     iterations = improve(monkeypatch, folder, "run=night", "iterations=3", first=3, first_round=6)
     assert iterations[0]["rounds"][0]["round"] == 6

@@ -219,7 +219,7 @@ def test_a_check_that_is_stopped_does_not_say_that_something_is_kept(workplace):
     assert stderr.splitlines()[-1] == "stopped"
 
 
-@pytest.mark.parametrize("place", ["commit.staged", "commit.renamed", "commit.noted"])
+@pytest.mark.parametrize("place", ["commit.staged", "commit.renamed"])
 def test_a_commit_that_is_stopped_is_none_or_whole(workplace, place):
     """And the same command ends well after it."""
     run = place.replace(".", "-")

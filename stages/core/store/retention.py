@@ -181,11 +181,8 @@ def find_kept(
     while waiting:
         ref = waiting.pop()
         if ref not in kept.read:
-            try:
-                ref = store.resolve(ref)
-            except LineageError:  # its data are gone, or will be
-                continue
-        if ref in kept.versions:
+            ref = _with_data(store, ref)
+        if ref is None or ref in kept.versions:
             continue
         kept.versions.add(ref)
         manifest = store.version(ref).manifest
@@ -198,6 +195,14 @@ def find_kept(
             waiting += sources
     kept.versions |= chosen_by
     return kept
+
+
+def _with_data(store: Store, ref: Ref) -> Ref | None:
+    """Return the version, or the one with the same content that was made again; None if its data
+    are gone, or will be."""
+    with suppress(LineageError):
+        return store.resolve(ref)
+    return None
 
 
 def _sources(manifest: Manifest, *, is_root: bool) -> list[Ref]:
@@ -384,24 +389,13 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
     kept = find_kept(store, rule.keep, rule.moments, rule.spared)
     collected.marked = list(_not_kept(store, there, kept))
     with storage_errors("gc"):
-        no_room = None
-        for expiring in collected.marked if apply else ():
-            try:
-                with suppress(CorruptError):  # damaged versions stay; `verify` reports them
-                    _mark(store, rule, expiring)
-            except OSError as error:
-                if error.errno not in _NO_ROOM:
-                    raise
-                no_room = error  # deleting what is due makes room
-                break
+        no_room = _mark_all(store, rule, collected.marked) if apply else None
         marked = list(_marked(store, rule, () if apply else collected.marked))
         # what came into use before its mark is seen now; later users see the mark
         kept = find_kept(store, rule.keep, rule.moments, rule.spared)
         needed = {REMOVED: kept.in_use, EXPIRED: kept.versions, NO_OPTIMIZER: kept.read}
-        for expiring in collected.marked if apply else ():
-            if expiring.mark == EXPIRED and store.version(expiring.ref).mark is None:
-                # a tag was moved to it right before the mark
-                store.storage.delete(marks.key_of(expiring.ref, EXPIRED))
+        if apply:
+            _unmark_tagged(store, collected.marked)
         new = {(expiring.ref, expiring.mark) for expiring in collected.marked}
         for expiring, age in marked:
             is_due = age >= rule.grace_seconds and expiring.ref not in needed[expiring.mark]
@@ -431,6 +425,27 @@ def _not_kept(store: Store, refs: Iterable[Ref], kept: Kept) -> Iterator[Expirin
             is_marked = marks.read(store.storage, ref, name) is not None
             if not is_published and not is_marked and (num_bytes or name == EXPIRED):
                 yield Expiring(ref, name, num_bytes)
+
+
+def _mark_all(store: Store, rule: Rule, unmarked: Iterable[Expiring]) -> OSError | None:
+    """Mark these data. Returns the error if the disk has no room for a mark: deleting what is due
+    makes room."""
+    for expiring in unmarked:
+        try:
+            with suppress(CorruptError):  # damaged versions stay; `verify` reports them
+                _mark(store, rule, expiring)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            return error
+    return None
+
+
+def _unmark_tagged(store: Store, marked: Iterable[Expiring]) -> None:
+    """Take back the marks of versions to which a tag was moved right before."""
+    for expiring in marked:
+        if expiring.mark == EXPIRED and store.version(expiring.ref).mark is None:
+            store.storage.delete(marks.key_of(expiring.ref, EXPIRED))
 
 
 def _mark(store: Store, rule: Rule, expiring: Expiring) -> None:

@@ -112,9 +112,9 @@ class Tag:
             number = max(numbers, default=0) + 1
             fields = entry.model_dump(mode="json") | self._place(number)
             line = json.dumps({**fields, "checksum": digest(fields)}).encode()
-            key = f"{self._prefix}/{number:06d}.json"
+            place = f"{self._prefix}/{number:06d}.json"
             # only one process can create the entry of this number
-            if self._storage.put_if_absent(key, line, flush_name=True):
+            if self._storage.put_if_absent(place, line, flush_name=True):
                 return entry
 
     def undo(self, entry: Entry) -> None:

@@ -438,10 +438,11 @@ class Store:
 
     def _twin(self, ref: Ref) -> Ref | None:
         """Return the version that the same work made again, with the same content, after this one
-        expired or was removed. None if there is none. Raises CorruptError."""
-        if not self.has_manifest(ref):
+        expired or was removed. None if there is none."""
+        try:
+            manifest = Version(ref, self.storage).manifest
+        except CorruptError:
             return None
-        manifest = Version(ref, self.storage).manifest
         listing = self.listing(ref.run, ref.kind)
         visible = set(listing.visible(expired=False))
         for number in filter(visible.__contains__, reversed(listing.find(manifest.run_key))):

@@ -200,7 +200,10 @@ def test_an_error_after_the_others_have_committed_is_none(store, caplog):
 
 
 def test_what_can_not_be_shared_says_so(store):
-    with pytest.raises(ConfigError, match="only one process can"), work_on(store, force=True):
+    with (
+        pytest.raises(ConfigError, match="force repeats finished work"),
+        work_on(store, force=True),
+    ):
         pass
 
 

@@ -43,7 +43,7 @@ def test_an_object_that_is_not_there_is_said_not_to_be(storage):
     storage.put("object", b"")
     for key in ("nowhere", "nowhere/deep", "object/below"):
         assert storage.stamp(key) is None
-        for ask in (storage.read, storage.check, storage.read_table):
+        for ask in (storage.read, storage.size_and_sha256, storage.read_table):
             with pytest.raises(FileNotFoundError):
                 ask(key)
         assert storage.files(key) == {} and storage.changed_at(key) == 0
@@ -59,7 +59,7 @@ def test_a_prefix_and_an_object_that_is_too_large_are_no_small_objects(storage):
     storage.put("run/kind", b"x" * (MOST_BYTES + 1))
     with pytest.raises(CorruptError, match=r"has 8388609 bytes, at most 8388608"):
         storage.read("run/kind")
-    for ask in (storage.read, storage.check):
+    for ask in (storage.read, storage.size_and_sha256):
         with pytest.raises(CorruptError, match="is not a file"):
             ask("run")
 
@@ -122,7 +122,7 @@ def test_an_object_is_put_where_another_process_deletes_the_folder_just_then(sto
         return call()
 
     with watched(around):
-        assert storage.put_if_absent("a/b/object", b"bytes", name=name)
+        assert storage.put_if_absent("a/b/object", b"bytes", flush_name=name)
     assert storage.read("a/b/object") == b"bytes"
 
 

@@ -556,7 +556,7 @@ def test_of_a_sleeper_and_the_process_that_took_over_one_commits(store, ending):
 
 def test_who_slept_before_the_last_look_at_its_shards_is_told_and_throws_nothing_away(store):
     with ExitStack() as stack:
-        with pytest.raises(BusyError, match="took this work over"), work_on(store) as work:
+        with pytest.raises(BusyError, match="took over this work"), work_on(store) as work:
             work.write(0, table(0))
             work.write(1, table(2))
             work.staging.lease.release()
@@ -564,4 +564,4 @@ def test_who_slept_before_the_last_look_at_its_shards_is_told_and_throws_nothing
             other.drop(1)
             work.take_shards(2)
             work.commit()
-        assert other.has(0)
+        assert other.is_finished(0)
