@@ -196,16 +196,16 @@ def test_a_state_on_a_disk_that_fails_for_a_moment_is_kept(died, tmp_path, steps
     path, policy, made = died
     store = Store(shutil.copytree(path, tmp_path / "store"))
     (state,) = store.path.glob("killed/policy/.work/*.resume/*.safetensors")
-    check = Storage.check
+    real = Storage.size_and_sha256
 
     def fail(storage, key):
         if key.endswith(state.name):
             raise OSError(errno.EIO, "Input/output error")
-        return check(storage, key)
+        return real(storage, key)
 
     again = partial(trained, store, store.open(policy), made, config(**TEN_STEPS), into="killed")
     with monkeypatch.context() as failing, pytest.raises(ResourceError, match="input/output error"):
-        failing.setattr(Storage, "check", fail)
+        failing.setattr(Storage, "size_and_sha256", fail)
         again()
     assert state.exists()
     assert_equal(store, store.open("whole/policy@1"), again())

@@ -57,7 +57,7 @@ def close_everything():
     return 2.0
 
 def scribble():
-    for handle in range(3, 64):
+    for handle in map(int, os.listdir("/proc/self/fd")):
         try:
             os.write(handle, b"\\0" * 7 + b"\\2{}")
         except OSError:
