@@ -64,10 +64,9 @@ def gc(
         f"{work.run} unfinished {work.run_key[:12]} {size(num_bytes)}"
         for work, num_bytes in collected.work
     ]
-    freed, waiting = (
-        sum(row["bytes"] for name in names for row in answer[name])
-        for names in (("deleted", "unfinished"), ("expired", "waiting"))
-    )
+    freed = sum(row["bytes"] for name in ("deleted", "unfinished") for row in answer[name])
+    left = [*answer["expired"], *answer["waiting"]]
+    waiting = sum(row["bytes"] for row in left if row not in answer["deleted"])
     would = "" if apply else "would be "
     lines += [
         f"{size(freed)} {would}deleted; {size(waiting)} {would}left to be deleted by "

@@ -268,7 +268,8 @@ def tag(
         author = getpass.getuser()
     opened.tag(target.run, name, target, why=reason, about={"author": author})
     if before != str(target):
-        tell_moved(f"{target.run}/{target.kind}@{name}", opened.history(target.run, name)[-1])
+        with suppress(CorruptError):  # An earlier entry cannot be read.
+            tell_moved(f"{target.run}/{target.kind}@{name}", opened.history(target.run, name)[-1])
     say({"tag": name, "ref": str(target)}, [f"{target.run}/{target.kind}@{name} is {target}"])
 
 

@@ -199,6 +199,14 @@ def test_tags_are_looked_at(store):
     assert said(store) == "" and store.tagged("a", "old") == str(second.ref)
 
 
+def test_a_tag_moves_though_an_earlier_entry_cannot_be_read(store):
+    first, second = commit(store), commit(store, Settings(seed=1))
+    store.tag("a", "prod", first.ref)
+    (store.path / "a/tags/prod/000001.json").write_text("{")
+    versions_command.tag("prod", str(second.ref), store=str(store.path))
+    assert store.tagged("a", "prod") == str(second.ref)
+
+
 def test_a_version_that_is_deleted_on_purpose_is_no_error(store):
     first = commit(store)
     commit(store, Settings(seed=1), inputs={"other": first})

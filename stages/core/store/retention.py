@@ -256,11 +256,13 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
     target = parse(ref)
     aside = marks.read(store.storage, target, REMOVED) if _has_number(target) else None
     if aside is not None and aside.keep:
+        store.version(target)  # refuses links: what they lead to may be another store's
         _delete_data(store, target)
         return target, users_of(store, target)[1]
     if aside is not None:
         raise marks.gone_error(store.storage, target, [REMOVED])
     target = store.with_expired().resolve(target)
+    store.version(target)
     _require_unused(store, target)
     with storage_errors(target):
         marks.write(store.storage, target, REMOVED, why)
@@ -475,7 +477,7 @@ def _marked(
             for number in sorted(numbers):
                 ref = Ref(run, kind, number)
                 num_bytes = sum(_data(store, ref, name).values())
-                if num_bytes:
+                if num_bytes and not store.storage.is_linked(ref.folder):
                     mark = marks.read(store.storage, ref, name)
                     if mark is not None and not mark.keep:
                         yield Expiring(ref, name, num_bytes), mark.seconds

@@ -681,3 +681,17 @@ def test_a_reader_is_told_that_what_it_read_has_gone(store):
     remove(store, version.ref)
     with pytest.raises(LineageError, match="removed on purpose"):
         version.table()
+
+
+def test_data_behind_a_link_are_not_deleted(store, tmp_path):
+    """They may be another store's."""
+    first, second = commit(store), commit(store, Settings(seed=1))
+    for version, where in ((first, "one"), (second, "two")):
+        shutil.move(version.files.folder, tmp_path / where)
+        version.files.folder.symlink_to(tmp_path / where)
+    with pytest.raises(CorruptError, match="is a link"):
+        remove(store, first.ref)
+    marks.write(store.storage, second.ref, EXPIRED, "gc")
+    commit(store, Settings(seed=2))
+    collect(store, Rule(grace_seconds=0), apply=True)
+    assert all(len(list((tmp_path / where).glob("*.arrow"))) == 2 for where in ("one", "two"))
