@@ -79,7 +79,7 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
                 for name, numbers in listing.marks.items():
                     for number in numbers:
                         with _collected(errors, f"{run}/{kind}@{number}"):
-                            marks.read(store.storage, Ref(run, kind, number), name)
+                            marks.checked(store.storage, Ref(run, kind, number), name)
 
 
 def _verify_target(store: Store, run: str, name: str, kind: str) -> None:

@@ -5,8 +5,9 @@
     STORE/<run>/<kind>/v000003.removed             a user removed it, or it is damaged: a stage that
                                                    needs it makes it again
 
-A mark is written before data are deleted. The manifest stays, so a number
-is never given again, and lineage can always be told.
+A mark is written before data are deleted. The manifest stays, so a number is never given again, and
+lineage can always be told. A mark names its version, so a copy of it beside another version is
+damage, and deletes nothing.
 
 Not of the spine: `retention` writes marks, and readers turn them into errors.
 """
@@ -15,11 +16,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
 from quiver.schemas.errors import CorruptError, LineageError, printable
-from quiver.schemas.manifest import digest
+from quiver.schemas.manifest import digest, from_json
 from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref
 
@@ -31,6 +33,10 @@ from .storage import Storage
 class Mark:
     """The record that the data of a version, or its optimizer state, may be deleted."""
 
+    ref: str
+    """Reference of the version."""
+    commit_id: str
+    """Commit id of the version; empty if its manifest could not be read."""
     at: str
     """UTC, ISO 8601."""
     why: str
@@ -60,7 +66,7 @@ def write(storage: Storage, ref: Ref, name: str, why: str, **fields) -> None:
         fields: other fields of the mark.
     """
     at = datetime.now(UTC).isoformat(timespec="milliseconds")
-    content = asdict(Mark(at, why, **fields))
+    content = asdict(Mark(str(ref), _commit_id(storage, ref), at, why, **fields))
     line = json.dumps({**content, "checksum": digest(content)}).encode()
     # durable before the data are deleted
     storage.put_if_absent(key_of(ref, name), line, flush_name=True)
@@ -68,24 +74,46 @@ def write(storage: Storage, ref: Ref, name: str, why: str, **fields) -> None:
 
 def read(storage: Storage, ref: Ref, name: str) -> Mark | None:
     """Return a mark of a version; None if it is not there. Raises CorruptError if it cannot be
-    read."""
-    key = key_of(ref, name)
+    read, or names another version."""
     try:
-        fields = read_json(storage.read(key))
+        fields = read_json(storage.read(key_of(ref, name)))
         checksum = fields.pop("checksum")
         mark = Mark(**fields)
-        if checksum == digest(fields) and mark.seconds is not None:
+        if checksum == digest(fields) and mark.seconds is not None and mark.ref == str(ref):
             return mark
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, AttributeError, TypeError, CorruptError):
         pass
-    raise CorruptError(
+    raise _damaged(storage, ref, name)
+
+
+def checked(storage: Storage, ref: Ref, name: str) -> Mark | None:
+    """Read a mark, and compare it with the version's manifest.
+
+    Do so before anything is deleted for it. Raises CorruptError also if another version had the
+    number when the mark was written.
+    """
+    mark = read(storage, ref, name)
+    if mark is not None and _commit_id(storage, ref) not in ("", mark.commit_id):
+        raise _damaged(storage, ref, name)
+    return mark
+
+
+def _damaged(storage: Storage, ref: Ref, name: str) -> CorruptError:
+    key = key_of(ref, name)
+    return CorruptError(
         key,
-        "the mark that the version's data may be deleted cannot be read",
+        "the mark that the version's data may be deleted cannot be read, or is another version's",
         state="its manifest is kept.",
         next=f"rm {storage.local(key)}",
     )
+
+
+def _commit_id(storage: Storage, ref: Ref) -> str:
+    with suppress(FileNotFoundError, CorruptError):
+        return from_json(storage.read(f"{ref.folder}/manifest.json"), str(ref)).commit_id
+    return ""
 
 
 def gone_error(storage: Storage, ref: Ref, names: Iterable[str]) -> LineageError | None:

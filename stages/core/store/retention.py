@@ -478,7 +478,9 @@ def _marked(
                 ref = Ref(run, kind, number)
                 num_bytes = sum(_data(store, ref, name).values())
                 if num_bytes and not store.storage.is_linked(ref.folder):
-                    mark = marks.read(store.storage, ref, name)
+                    mark = None
+                    with suppress(CorruptError):  # it deletes nothing; `verify` reports it
+                        mark = marks.checked(store.storage, ref, name)
                     if mark is not None and not mark.keep:
                         yield Expiring(ref, name, num_bytes), mark.seconds
 

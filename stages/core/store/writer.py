@@ -575,7 +575,7 @@ class Staging:
 
             CommittedByOther                        swallowed; the version exists
             OutcomeUnknownError                     raised: it is from this process's own commit
-            lease held                              raised
+            lease held, no file of `.work` vanished raised
             the version is committed                swallowed, with a warning
             work is shared, no lease yet            raised
             the lease was lost                      BusyError: another process took over

@@ -695,3 +695,26 @@ def test_data_behind_a_link_are_not_deleted(store, tmp_path):
     commit(store, Settings(seed=2))
     collect(store, Rule(grace_seconds=0), apply=True)
     assert all(len(list((tmp_path / where).glob("*.arrow"))) == 2 for where in ("one", "two"))
+
+
+def test_a_mark_that_is_another_versions_deletes_nothing_and_is_told(store, tmp_path):
+    first, second = commit(store), commit(store, Settings(seed=1))
+    other = Store(tmp_path / "other")
+    commit(other, Settings(seed=7))
+    for name, here in (("mine", store), ("theirs", other)):
+        marks.write(here.storage, first.ref, EXPIRED, name)
+    mark = store.path / "a/logprobs/v000001.expired"
+    copies = {
+        "a/logprobs/v000002.expired": mark.read_bytes(),
+        "a/logprobs/v000001.expired": (other.path / "a/logprobs/v000001.expired").read_bytes(),
+    }
+    for key, content in copies.items():
+        (store.path / key).write_bytes(content)
+    collect(store, Rule(grace_seconds=0), apply=True)
+    for version in (first, second):
+        assert len(list(version.files.folder.glob("*.arrow"))) == 2
+    told = " ".join(map(str, verify(store)[1]))
+    for key in copies:
+        assert key in told
+        (store.path / key).unlink()
+    assert visible(store) == ["a/logprobs@1", "a/logprobs@2"] and verify(store)[1] == []
