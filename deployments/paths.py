@@ -26,6 +26,7 @@ from quiver.flows.preflight import preflight
 from quiver.flows.recipe import NIGHT, Recipe
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.core.config import parse
+from quiver.stages.core.store.storage import is_url
 from quiver.stages.prompt.config import SUFFIXES
 from quiver.stages.turns.environment_config import ENVIRONMENTS, TOOLS
 
@@ -50,6 +51,8 @@ def resolve(
     paths: Paths = {}
     for key, kind in PATHS.items():
         for holder, last, name in _values(sections, key.split("."), []):
+            if is_url(holder[last]):
+                continue
             path, function = kind(holder[last])
             path = path and Path(folder or "").absolute() / path
             if path is None:

@@ -15,6 +15,7 @@ from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.core import ranks
 from quiver.stages.core.ranks import are_launched
 from quiver.stages.core.run.call import Where
+from quiver.stages.core.store.storage import is_url
 from quiver.stages.generate.engine import ENGINES
 
 from .sections import Generate, Optimize, Placement
@@ -79,7 +80,7 @@ def check_pools(placement: Placement, store: str) -> None:
         return
     stage, pool = next(iter(pools.items()))
     require_server(f"placement.{stage} {pool}")
-    if not Path(os.path.expanduser(store)).is_absolute():
+    if not is_url(store) and not Path(os.path.expanduser(store)).is_absolute():
         raise ConfigError(
             "store",
             f"{store!r} is a relative path, and placement.{stage} = {pool!r} runs on hosts with "

@@ -106,7 +106,7 @@ def for_workers(call: Call) -> Call:
     store = Store(call.store)
     share = getattr(load_stage(call.stage), "SHARED", False) and not call.force
     where = replace(call.where, pool=None, store_id=store.id, resident_engine=False)
-    return replace(call, store=str(store.path), share=share, where=where)
+    return replace(call, store=store.url, share=share, where=where)
 
 
 @dataclass

@@ -26,6 +26,7 @@ from quiver.stages.core.run.runner import find_outcome, plan_of
 from quiver.stages.core.run.stage import Plan, load_stage
 from quiver.stages.core.servers import secret
 from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.storage import is_url, locate, open_storage
 from quiver.stages.generate.engine import code_hash, engine_options
 from quiver.stages.generate.options import VllmServerOptions
 from quiver.stages.model.chat.template import read_template
@@ -220,6 +221,8 @@ def _in_words(leaf: Any) -> str:
 def _store_at(path: str) -> Store | None:
     """Return the store at `path`, or None if none exists yet and one can be made. Raises
     ConfigError otherwise."""
+    if is_url(path):
+        return Store(path) if open_storage(locate(path)).list("") else None
     try:
         folder = Path(path).expanduser().absolute()
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

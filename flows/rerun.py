@@ -174,7 +174,7 @@ def find_rewards(
     config = reward.model_dump(mode="json")
     rewards = []
     for ref in rollouts:
-        outcome = find_outcome(Call("reward", config, store.path, {"rollouts": ref}, into=run))
+        outcome = find_outcome(Call("reward", config, store.url, {"rollouts": ref}, into=run))
         if outcome is None:
             raise LineageError(
                 ref,

@@ -112,7 +112,8 @@ def _verify_version(store: Store, ref: Ref, arrow_check: ArrowCheck) -> None:
     for name in version.files.sizes():
         if name not in listed:
             error = version.corrupt(printable(name), "is not a file of this version")
-            error.next = shlex.join(["rm", printable(version.files.path(name), 4096)])
+            place = f"{store.url}/{manifest.prefix}/{name}"
+            error.next = shlex.join(["rm", printable(place, 4096)])
             raise error
     if manifest.content_hash != content_hash(manifest.kind_schema, manifest.files):
         raise version.corrupt("manifest.json", "content_hash does not match its files")
@@ -188,6 +189,6 @@ def _manifest(store: Store, version: Version, ref: Ref) -> Manifest:
     raise LineageError(
         str(version.ref),
         f"{'its input ' if ref.kind not in ('advantages', 'updates') else ''}{ref} is gone",
-        next=f"restore {store.storage.local(ref.folder)} from a copy; without it {version.ref} is "
+        next=f"restore {store.url}/{ref.folder} from a copy; without it {version.ref} is "
         "complete, but its lineage is not",
     )

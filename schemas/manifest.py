@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .errors import CorruptError, LineageError, SchemaError, printable
 from .plain import read_json
-from .refs import KINDS, NAME
+from .refs import KINDS, NAME, version_name
 
 FORMAT = 3
 """Format of the store, in store.json and every manifest; no other format is read."""
@@ -25,6 +25,7 @@ MAX_BYTES = 8 * 1024 * 1024
 """Largest manifest; as Python objects it takes up to 24 times as much memory."""
 _SHA = r"^[0-9a-f]{64}$"
 FILE_NAME = "[A-Za-z0-9_][A-Za-z0-9._-]{0,254}"
+_PLACE = r"^([0-9a-f]{64}\.[0-9]{1,6}(\.[0-9a-f]{12})?)?$"
 _VERSION = rf"^{NAME.pattern}/({'|'.join(KINDS)})@[0-9]{{1,12}}$"
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -98,6 +99,8 @@ class Manifest(_Part):
     inputs: tuple[Input, ...]
     models: tuple[ModelEntry, ...]
     files: tuple[FileEntry, ...]
+    place: str = Field("", pattern=_PLACE)
+    """Name in `.data` of the folder with the files; empty if they lie beside the manifest."""
     rows: _Count
     content_hash: str = Field(pattern=_SHA)
     environment: dict[str, Any]
@@ -110,6 +113,13 @@ class Manifest(_Part):
     @property
     def ref(self) -> str:
         return f"{self.run}/{self.kind}@{self.version}"
+
+    @property
+    def prefix(self) -> str:
+        """Prefix of the files in the store."""
+        return f"{self.run}/{self.kind}/" + (
+            f".data/{self.place}" if self.place else version_name(self.version)
+        )
 
     def model(self, role: str) -> ModelEntry | None:
         """Return the model with this role, or None."""

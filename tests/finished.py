@@ -479,7 +479,7 @@ def make_finished(folder: Path) -> None:
         broken = Path("broken")
         if entry.name == "a function that fails":
             broken.touch()
-        outcome = find_or_make(entry.on(store.path, force=entry is CALLS[-1]), store)
+        outcome = find_or_make(entry.on(Path(store.url), force=entry is CALLS[-1]), store)
         broken.unlink(missing_ok=True)
         assert (outcome.ref, outcome.cached) == (entry.ref, False), entry.name
     about = {

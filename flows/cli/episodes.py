@@ -152,7 +152,7 @@ def _perform(
     from quiver.stages.core.run.call import Call
     from quiver.stages.core.run.runner import find_or_make
 
-    call = Call(stage, config, store.path, refs, into)
+    call = Call(stage, config, store.url, refs, into)
     outcome = find_or_make(call, store)
     flows.num_made += not outcome.cached
     tell_version(call, outcome)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +15,7 @@ import typer
 from quiver.flows.look.words import counted
 from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, printable
 from quiver.stages import CHAIN
+from quiver.stages.core.store.storage import locate
 
 from .shared import (
     Force,
@@ -61,7 +61,7 @@ def run(
     if dry_run:
         loaded = loaded.for_night(_today())
     planned = counted(loaded.iterations, "iteration")
-    log.info("%s: %s, in %s", loaded.run, planned, Path(loaded.store).absolute())
+    log.info("%s: %s, in %s", loaded.run, planned, locate(loaded.store))
     from quiver.flows.look.live import shown_live
 
     with shown_live():
@@ -86,7 +86,7 @@ def run(
             with _from_shell(), tags(*prefect_tags(loaded.run)):
                 answer = post_train(loaded, first)
             commands = next_commands(loaded, recipe, settings, answer)
-            lines = summary(Path(loaded.store).absolute(), answer, commands)
+            lines = summary(locate(loaded.store), answer, commands)
     say(answer, lines)
     if not dry_run:
         _warn(loaded.store, loaded.run, answer["iterations"][-1]["policy"])
@@ -161,7 +161,7 @@ def nightly(
     from quiver.flows.preflight import preflight
 
     loaded = read_recipe(recipe, settings, store)
-    log.info("%s: night %s, in %s", loaded.run, night or _today(), Path(loaded.store).absolute())
+    log.info("%s: night %s, in %s", loaded.run, night or _today(), locate(loaded.store))
     with shown_live():
         # Refused here, before a server is started.
         preflight(loaded.for_night(night or _today()))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quiver.flows.look import episodes, templates
-from quiver.flows.look.stage import FILE
+from quiver.flows.look.stage import default_path
 from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import QuiverError
 from quiver.stages.core.store import Store
@@ -18,7 +18,7 @@ from .next_step import program, set_options
 _BAR = 15
 
 
-def summary(store: Path, outcome: dict[str, Any], commands: list[str]) -> list[str]:
+def summary(store: str, outcome: dict[str, Any], commands: list[str]) -> list[str]:
     """Return lines for people.
 
     `outcome`: the result of `post_train`. `commands`: see `next_commands`.
@@ -40,7 +40,7 @@ def summary(store: Path, outcome: dict[str, Any], commands: list[str]) -> list[s
         "summary.txt.j2",
         **outcome,
         store=store,
-        report=store / outcome["run"] / FILE,
+        report=default_path(store, outcome["run"]),
         bars=bars,
         scale=f"reward, {lowest:.3f} to {highest:.3f}",
         last=outcome["iterations"][-1],
@@ -50,7 +50,7 @@ def summary(store: Path, outcome: dict[str, Any], commands: list[str]) -> list[s
     return text.splitlines()
 
 
-def _episodes(store: Path, ref: str) -> list[tuple[str, str]]:
+def _episodes(store: str, ref: str) -> list[tuple[str, str]]:
     """Return how the episodes of these rollouts went; empty if they have no turns."""
     with suppress(QuiverError):  # The run is finished, and this is only a look back.
         rollouts = Store(store, create=False).open(ref)

@@ -85,6 +85,7 @@ def _say_sizes(store: Store, run: str | None) -> None:
     expired data."""
     from quiver.flows.look import words
     from quiver.stages.core.store.readable import readable_entries
+    from quiver.stages.core.store.retention import size_below
 
     rows = []
     unreadable = []
@@ -92,9 +93,9 @@ def _say_sizes(store: Store, run: str | None) -> None:
         entries, errors = readable_entries(store, name)
         unreadable += errors
         num_bytes = sum(entry.bytes for _, entry in entries)
-        on_disk = sum(store.storage.files(name).values())
+        on_disk = size_below(store, name)
         rows.append({"run": name, "versions": len(entries), "bytes": num_bytes, "on_disk": on_disk})
-    on_disk = sum(store.storage.files("").values())
+    on_disk = size_below(store, "")
     num_bytes = sum(row["bytes"] for row in rows)
     table = [("run", "versions", "size", "on disk")]
     table += [
@@ -219,7 +220,7 @@ def verify(
         if not any(isinstance(error, CorruptError) for error in verify_store(opened, ref)[1]):
             raise ConfigError(ref, "is whole", next=f"quiver rm {ref}")
         put_aside = retention.put_aside(opened, ref)
-        folder = opened.storage.local(put_aside.folder)
+        folder = f"{opened.url}/{opened.version(put_aside).manifest.prefix}"
         lines = [
             f"{put_aside} is put aside; its files stay in {folder}",
             "the command that made it makes it again, under another number",

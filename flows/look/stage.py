@@ -21,6 +21,7 @@ from typing import Any
 from quiver.schemas.errors import ConfigError, LineageError, QuiverError, printable
 from quiver.stages.core.files import storage_errors, write_bytes
 from quiver.stages.core.store import Store
+from quiver.stages.core.store.storage import is_url, locate
 
 from . import samples, templates
 from .gather import (
@@ -39,6 +40,12 @@ FILE = "report.html"
 _MOST_PARTS = 6
 
 
+def default_path(store: str, run: str) -> Path:
+    """Return where the report of `run` is written: into the run's folder; if the store is a bucket,
+    into the current folder."""
+    return Path(f"{run}.html").absolute() if is_url(store) else Path(locate(store), run, FILE)
+
+
 def write(
     store: Store,
     run: str,
@@ -50,14 +57,14 @@ def write(
     """Write the report of `run` atomically.
 
     Args:
-        path: Default: `FILE` in the folder of the run.
+        path: Default: see `default_path`.
         beside: Another run, whose curves and iterations are shown for comparison.
         difference: Sentences on how the two runs compare.
         policy: End of the line to report. Default: the end of the run's own line.
 
     Raises ConfigError, CorruptError, LineageError, ResourceError.
     """
-    target = Path(path) if path else store.path / run / FILE
+    target = Path(path or default_path(store.url, run))
     other = gather(store, beside) if beside else None
     content = render(store, gather(store, run, policy), other, difference).encode()
     try:

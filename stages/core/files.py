@@ -9,6 +9,7 @@ Not of the spine: its functions do what `open` and `write` do, and survive a cra
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -164,3 +165,22 @@ def sha256_of(path: Path) -> str:
     """Return the file's sha256 as 64 hex digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def regular_file(path: Path, key: str) -> Path:
+    """Return `path` if it is a regular file.
+
+    Raises FileNotFoundError, or CorruptError about `key` for anything else, such as a folder, link
+    or pipe.
+    """
+    try:
+        is_file = stat.S_ISREG(path.lstat().st_mode)
+    except NotADirectoryError:
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        is_file = False
+    if not is_file:
+        raise not_a(key, "file", path)
+    return path

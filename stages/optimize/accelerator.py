@@ -167,7 +167,7 @@ def check_plan(plan: Plan) -> None:
     for rank, is_shared in enumerate(of_all_ranks(is_seen)):
         if not is_shared:
             raise ConfigError(
-                f"store {plan.store.path}",
+                f"store {plan.store.url}",
                 f"rank {rank}, on {hosts[rank]}, does not see the store of the first one, on "
                 f"{hosts[0]}",
                 next="give a store in a folder that all hosts share",

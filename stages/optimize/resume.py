@@ -29,6 +29,7 @@ from quiver.schemas.errors import ConfigError, CorruptError, printable
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store.notes import PROGRESS, note_of, read_note
+from quiver.stages.core.store.storage import size_and_sha256
 
 from .accelerator import of_all_ranks
 
@@ -84,7 +85,7 @@ class SavedProgress:
             )
         if state is None:
             if self.saves:
-                self._storage.delete(self._prefix)
+                self._storage.delete(f"{self._prefix}/")
             return 0, 0, trainer.step
         note, tensors = state
         trainer.load_state(tensors, json.loads(note["counters"]))
@@ -103,7 +104,7 @@ class SavedProgress:
         if note is None:
             raise ValueError("its note is not what was written")
         file = f"{self._prefix}/{note['file']}"
-        if self._storage.size_and_sha256(file)[1] != note["sha256"]:
+        if size_and_sha256(self._storage, file)[1] != note["sha256"]:
             raise ValueError(f"{note['file']} is not what was written")
         tensors = load_file(self._storage.local(file))
         trainer.check_state(tensors)
@@ -162,4 +163,4 @@ class SavedProgress:
             with pa.ipc.new_file(sink, table.schema) as arrow:
                 arrow.write_table(table)
             self._storage.put(key, sink.getvalue())
-        log.warning("its rollouts are in %s", self._storage.local(key))
+        log.warning("its rollouts are in %s/%s", self._storage.url, key)

@@ -103,7 +103,7 @@ class Runs:
         return "\n".join(f"-- {log.name}\n{log.read_text()[-3000:]}" for log in logs)
 
     def shards(self) -> int:
-        return len([*(self.store.path / self.name / "rollouts/.work").glob("*.notes/*.json")])
+        return len([*(Path(self.store.url) / self.name / "rollouts/.work").glob("*.notes/*.json")])
 
     def into_the_middle(self) -> str:
         """A new run, at the moment when it has finished two more shards than those before it, and

@@ -514,7 +514,9 @@ def models(place: Path, random: Random) -> Cases:
                 "prompt": partial(make, "prompt", rows, **policy),
                 "generate": partial(make, "generate", generate, **policy, **prompts),
                 "load": train,
-                "logprobs": partial(plan_of, Call("logprobs", {"role": "ref"}, store.path, refs)),
+                "logprobs": partial(
+                    plan_of, Call("logprobs", {"role": "ref"}, Path(store.url), refs)
+                ),
             },
             state=lambda: snapshot(model),
             text=lambda: {name: (model / name).read_bytes()[:1500] for name in NAMES},
@@ -522,7 +524,7 @@ def models(place: Path, random: Random) -> Cases:
             in_order=True,
         )
         shutil.rmtree(model)
-        shutil.rmtree(store.path)
+        shutil.rmtree(Path(store.url))
 
 
 # -- the small files of a store: tags, marks, the index, leases, notes, store.json
@@ -545,7 +547,7 @@ def make_small_files(path: Path) -> None:
             if index == 2:
                 raise KeyboardInterrupt
             work.write(index, table(2 * index))
-    (folder,) = (store.path / "a/logprobs/.work").glob("*.leases")
+    (folder,) = (Path(store.url) / "a/logprobs/.work").glob("*.leases")
     owner = {**vars(Owner.this_process()), "start_time": 1}  # of a process that is no more
     held = {"owner": owner, "token": "t", "renewed_at": 0.0, "released": False}
     (folder / "work").mkdir()

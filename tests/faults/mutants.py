@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from quiver.stages.core.files import replacing, sync
 from quiver.stages.core.store import leases, listing, marks, retention, tags, writer
-from quiver.stages.core.store.storage import Storage
+from quiver.stages.core.store.disk import Disk
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def _publishing(do: Callable[[Path, Path, bytes], None], *, is_private: bool = T
         sync(folder.parent)
         return True
 
-    return patch.object(Storage, "publish", publish)
+    return patch.object(Disk, "publish", publish)
 
 
 def _write(path: Path, raw: bytes) -> None:
@@ -106,12 +106,12 @@ def reclaimed_file_by_file() -> AbstractContextManager:
                     for path in self.local(f"{place}/{other}").iterdir():
                         path.rename(self.local(work) / path.name)
 
-    return patch.object(Storage, "reclaim", reclaim)
+    return patch.object(Disk, "reclaim", reclaim)
 
 
 def number_is_just_taken() -> AbstractContextManager:
     """A version that has the number already is replaced."""
-    real = Storage.publish
+    real = Disk.publish
 
     def publish(self, work: str, token: str, target: str, *about) -> bool:
         is_published = real(self, work, token, target, *about)
@@ -120,7 +120,7 @@ def number_is_just_taken() -> AbstractContextManager:
             is_published = real(self, work, token, target, *about)
         return True
 
-    return patch.object(Storage, "publish", publish)
+    return patch.object(Disk, "publish", publish)
 
 
 def number_is_of_a_stale_listing() -> AbstractContextManager:
@@ -150,14 +150,14 @@ def lease_is_not_looked_at() -> AbstractContextManager:
     return patch.object(leases.Lease, "is_held", lambda self: True)
 
 
-def _putting(key_part: str, put: Callable[[Storage, str, bytes], bool]) -> AbstractContextManager:
+def _putting(key_part: str, put: Callable[[Disk, str, bytes], bool]) -> AbstractContextManager:
     """Put some objects in another way."""
-    real = Storage.put_if_absent
+    real = Disk.put_if_absent
 
     def put_if_absent(self, key: str, data: bytes, **options) -> bool:
         return put(self, key, data) if key_part in key else real(self, key, data, **options)
 
-    return patch.object(Storage, "put_if_absent", put_if_absent)
+    return patch.object(Disk, "put_if_absent", put_if_absent)
 
 
 def tag_is_just_written() -> AbstractContextManager:
@@ -167,7 +167,7 @@ def tag_is_just_written() -> AbstractContextManager:
 
 def mark_is_not_flushed() -> AbstractContextManager:
     """Data are deleted before the mark that says so is on the disk."""
-    real = Storage.put_if_absent
+    real = Disk.put_if_absent
     return _putting(
         f".{listing.REMOVED}", lambda self, key, data: real(self, key, data, durable=False)
     )
@@ -177,7 +177,7 @@ def data_before_mark() -> AbstractContextManager:
     """Data are deleted, then a mark says so."""
     real = marks.write
 
-    def write(storage: Storage, ref, name: str, why: str, **fields) -> None:
+    def write(storage: Disk, ref, name: str, why: str, **fields) -> None:
         for file in storage.files(ref.folder).keys() - {"manifest.json"}:
             storage.delete(f"{ref.folder}/{file}")
         real(storage, ref, name, why, **fields)
@@ -187,7 +187,7 @@ def data_before_mark() -> AbstractContextManager:
 
 def note_before_bytes() -> AbstractContextManager:
     """A shard counts before it is there."""
-    real = Storage.put_if_absent
+    real = Disk.put_if_absent
     shards: list[tuple[str, bytes]] = []
 
     def put_if_absent(self, key: str, data: bytes, **options) -> bool:
@@ -199,14 +199,16 @@ def note_before_bytes() -> AbstractContextManager:
             real(self, *shards.pop())
         return is_new
 
-    return patch.object(Storage, "put_if_absent", put_if_absent)
+    return patch.object(Disk, "put_if_absent", put_if_absent)
 
 
 def gc_looks_once() -> AbstractContextManager:
     """A collection does not look again for tags and stages once it has marked."""
     real, kept = retention.find_kept, {}
     return patch.object(
-        retention, "find_kept", lambda store, *rule: kept.setdefault(store.path, real(store, *rule))
+        retention,
+        "find_kept",
+        lambda store, *rule: kept.setdefault(Path(store.url), real(store, *rule)),
     )
 
 

@@ -308,7 +308,7 @@ class Known:
         elif what == "gone":
             assert not store.exists(refs.parse(ref)), f"{ref} is still there"
         else:
-            path = store.path / refs.parse(ref).folder / "manifest.json"
+            path = Path(store.url) / refs.parse(ref).folder / "manifest.json"
             self.manifests[ref] = path.read_bytes()
             self.contents.setdefault(ref, store.open(ref).manifest.content_hash)
 

@@ -162,15 +162,15 @@ def shifted_date(seconds: float) -> type[datetime]:
 @pytest.mark.parametrize("seconds", [-10 * DAY, 10 * DAY])
 def test_numbers_go_on_whatever_the_clock_says(store, monkeypatch, seconds):
     """The clock is before the versions that are there, or long after."""
-    first = written(store.path, 1, 1)
+    first = written(Path(store.url), 1, 1)
     monkeypatch.setattr(writer, "datetime", shifted_date(seconds))
-    second = written(store.path, 2, 1)
+    second = written(Path(store.url), 2, 1)
     assert (second.manifest.created < first.manifest.created) == (seconds < 0)
     assert store.open("a/logprobs@latest").ref == second.ref
-    folder = store.path / "a/logprobs"
+    folder = Path(store.url) / "a/logprobs"
     os.utime(folder, times=(time.time() + seconds,) * 2)
-    third = written(store.path, 3, 1)
-    assert third.ref.version == 3 and written(store.path, 1, 1).ref == first.ref
+    third = written(Path(store.url), 3, 1)
+    assert third.ref.version == 3 and written(Path(store.url), 1, 1).ref == first.ref
     assert verify(store) == (3, [])
 
 
@@ -193,16 +193,16 @@ def test_a_clock_that_jumps_takes_no_lease_from_the_living(store, monkeypatch, s
 
 @pytest.mark.parametrize("seconds", [-DAY, DAY])
 def test_a_clock_that_jumps_does_not_wait_for_the_dead(store, monkeypatch, seconds):
-    killed(lambda: SCENES["alone"].steps(store.path, 1), "shard.noted")
+    killed(lambda: SCENES["alone"].steps(Path(store.url), 1), "shard.noted")
     monkeypatch.setattr(leases, "time", shifted_clock(seconds))
     monkeypatch.setattr(leases, "SECONDS_TO_LIVE", DAY)
-    require_next_run(store.path, SCENES["alone"], 1, Known())
+    require_next_run(Path(store.url), SCENES["alone"], 1, Known())
 
 
 def test_a_clock_that_is_put_back_deletes_nothing_early(store, monkeypatch):
     for seed in (1, 2):
-        written(store.path, seed, 1)
-    data = list(store.path.glob("a/logprobs/v000001/*.arrow"))
+        written(Path(store.url), seed, 1)
+    data = list(Path(store.url).glob("a/logprobs/v000001/*.arrow"))
     monkeypatch.setattr(marks, "datetime", shifted_date(365 * DAY))
     collect(store, Rule(keep=1), apply=True)
     for seconds, is_there in ((0, True), (366 * DAY - 60, True), (366 * DAY + 60, False)):

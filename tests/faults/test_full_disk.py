@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -39,7 +40,7 @@ def fill(store: Store) -> None:
     for size in (MEGABYTE, 4096, 1):
         try:
             while True:
-                path = store.path.parent / f"fill-{next(names)}"
+                path = Path(store.url).parent / f"fill-{next(names)}"
                 with open(path, "wb", buffering=0) as file:
                     if file.write(b"x" * size) < size:
                         raise OSError
@@ -47,11 +48,11 @@ def fill(store: Store) -> None:
         except OSError:
             continue
     with pytest.raises(OSError, match="No space"):
-        (store.path / "one").write_bytes(b"x")
+        (Path(store.url) / "one").write_bytes(b"x")
 
 
 def free(store: Store) -> int:
-    status = os.statvfs(store.path)
+    status = os.statvfs(Path(store.url))
     return status.f_bavail * status.f_frsize
 
 
@@ -59,26 +60,28 @@ def test_rm_says_that_a_mark_has_no_room_and_then_makes_some(store):
     for number in range(3):
         make_table(store, number)
     fill(store)
-    command = [*CLI, "rm", "a/logprobs@1", "--store", str(store.path)]
+    command = [*CLI, "rm", "a/logprobs@1", "--store", store.url]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 7 and "E-RESOURCE" in done.stderr and "make room" in done.stderr
     assert len(visible(store)) == 3 and verify(store) == (3, [])
-    (store.path.parent / "fill-0").unlink()
+    (Path(store.url).parent / "fill-0").unlink()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert visible(store) == ["a/logprobs@2", "a/logprobs@3"] and verify(store)[1] == []
-    assert not list(store.path.glob("a/logprobs/v000001/*.arrow"))
+    assert not list(Path(store.url).glob("a/logprobs/v000001/*.arrow"))
 
 
 def test_gc_deletes_abandoned_work_first_and_so_has_room_for_marks(store):
     for number in range(4):
         make_table(store, number)
     version = make_policy(store, 0)
-    work = store.path / f"a/policy/.work/{version.manifest.run_key}.0.resume"
+    work = Path(store.url) / f"a/policy/.work/{version.manifest.run_key}.0.resume"
     work.mkdir(parents=True)
     (work / "state.safetensors").write_bytes(b"m" * MEGABYTE)
     fill(store)
     collect(store, Rule(keep=1, grace_seconds=0), apply=True)
     assert visible(store) == ["a/logprobs@4", "a/policy@0"]
-    assert len(list(store.path.glob("a/logprobs/*/*.arrow"))) == 1 and free(store) > MEGABYTE / 2
-    assert not list(store.path.glob("a/policy/.work/*")) and verify(store)[1] == []
+    assert (
+        len(list(Path(store.url).glob("a/logprobs/*/*.arrow"))) == 1 and free(store) > MEGABYTE / 2
+    )
+    assert not list(Path(store.url).glob("a/policy/.work/*")) and verify(store)[1] == []

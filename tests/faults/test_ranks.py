@@ -31,11 +31,11 @@ print(run_stage("optimize", config, Store(sys.argv[1]), in_process=True, into="t
 
 
 def launch(store: Store, refs: list[str], **variables: str) -> subprocess.CompletedProcess:
-    script = store.path.parent / "rank.py"
+    script = Path(store.url).parent / "rank.py"
     script.write_text(RANK)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run(
-        [sys.executable, *launcher, str(script), str(store.path), *refs],
+        [sys.executable, *launcher, str(script), store.url, *refs],
         env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
@@ -63,5 +63,5 @@ def test_a_rank_that_dies_in_the_save(store, monkeypatch, record_property, place
     done = launch(store, [*refs, *options])
     assert done.returncode == 0, done.stderr[-3000:]
     assert store.numbers("two", "policy") == [1] and verify(store)[1] == []
-    assert not list(store.path.glob("two/policy/.work/*"))
+    assert not list(Path(store.url).glob("two/policy/.work/*"))
     record_property("ranks that died", 1)

@@ -5,6 +5,7 @@ The stages are the real ones, in this process instead of children of it.
 """
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -170,10 +171,12 @@ def test_a_run_cleans_up_after_itself(made):
     left = names("clean")
     policies = sorted(name for name in left if name.startswith("clean/policy"))
     assert policies == ["clean/policy@2", "clean/policy@3", "clean/policy@4"]
-    assert [path.parent.name for path in store.path.glob("clean/policy/*/optimizer")] == ["v000004"]
+    assert [path.parent.name for path in Path(store.url).glob("clean/policy/*/optimizer")] == [
+        "v000004"
+    ]
     assert {"clean/rollouts@4", "clean/rewards@4", "clean.ref/policy@2"} <= left
     assert "clean/rollouts@2" not in left and histories.expired_files(store) == []
-    page = (store.path / "clean/report.html").read_text()
+    page = (Path(store.url) / "clean/report.html").read_text()
     assert "The rollouts of an evaluation are gone" not in page, "it was written before they went"
     made.clear()
     assert plainly(run(*settings)) == plainly(answer) and (made, names("clean")) == ([], left)
@@ -188,7 +191,7 @@ def test_the_runs_that_belong_to_it_are_cleaned_with_it(tmp_path):
             with begin(store, run, "logprobs", **about, inputs={}) as work:
                 work.write(0, table(seed))
                 work.commit()
-    clean_up(str(store.path), "a", Retention(keep=1, grace_hours=0))
+    clean_up(store.url, "a", Retention(keep=1, grace_hours=0))
     assert [store.numbers(run, "logprobs") for run in (*runs, "ab")] == [[2]] * 3 + [[1, 2]]
 
 
@@ -200,15 +203,15 @@ def test_what_is_trained_by_hand_beside_a_run_takes_no_state_from_it(tmp_path):
     second = histories.make_policy(store, 2, inputs={"policy": first})
     histories.make_policy(store, 3, inputs={"policy": base})
     rules = Retention(keep=1, moments=1, grace_hours=0)
-    clean_up(str(store.path), "a", rules, str(first.ref))
+    clean_up(store.url, "a", rules, str(first.ref))
     assert histories.with_state(store) == ["a/policy@1", "a/policy@2", "a/policy@3"]
-    clean_up(str(store.path), "a", rules, str(second.ref))
+    clean_up(store.url, "a", rules, str(second.ref))
     assert histories.with_state(store) == ["a/policy@2", "a/policy@3"]
     assert store.exists(second.ref)
     histories.make_policy(store, 4, inputs={"policy": second})
-    clean_up(str(store.path), "a", rules, str(second.ref))
+    clean_up(store.url, "a", rules, str(second.ref))
     assert histories.with_state(store) == ["a/policy@2", "a/policy@4"], "the run's, and the newest"
-    clean_up(str(store.path), "a", rules)
+    clean_up(store.url, "a", rules)
     assert histories.with_state(store) == ["a/policy@4"]
 
 
@@ -216,8 +219,8 @@ def test_what_goes_wrong_with_cleaning_is_a_warning(tmp_path, caplog):
     path = str(tmp_path / "store")
     store = Store(path)
     rules = Retention(keep=1)
-    (store.path / "a/tags/prod").mkdir(parents=True)
-    (store.path / "a/tags/prod/000001.json").write_text("nonsense")
+    (Path(store.url) / "a/tags/prod").mkdir(parents=True)
+    (Path(store.url) / "a/tags/prod/000001.json").write_text("nonsense")
     with caplog.at_level("INFO", "quiver"):
         clean_up(path, "a", Retention())
         assert caplog.messages == []

@@ -113,7 +113,7 @@ def measured_peak(place, size: str, stage: str) -> int:
         versions["rewards"] = world.write_rewards(
             store, versions["rollouts"], lambda row: row["seed"] % 3, run="tiny"
         )
-    call = json.dumps([stage, CONFIGS[stage], str(store.path)])
+    call = json.dumps([stage, CONFIGS[stage], store.url])
     refs = json.dumps({role: str(version.ref) for role, version in versions.items()})
     done = subprocess.run(
         [sys.executable, "-c", RUN, call, refs], capture_output=True, text=True, check=True

@@ -149,7 +149,7 @@ def test_advantages_are_those_made_of_the_rewards_that_are_shown(golden, tmp_pat
         str(open_joined(store, "golden/rollouts@1").shards["rewards"].version.ref)
         == "golden/rewards@5"
     )
-    shutil.rmtree(store.path / "golden/advantages/v000001")
+    shutil.rmtree(Path(store.url) / "golden/advantages/v000001")
     for ref in ("golden/rewards@5", "golden/rollouts@1", "golden/policy@1"):
         assert "advantages" not in open_joined(store, ref).shards
 
@@ -157,7 +157,7 @@ def test_advantages_are_those_made_of_the_rewards_that_are_shown(golden, tmp_pat
 def test_rewards_that_are_gone_are_not_those_of_another_version(golden, tmp_path):
     shutil.copytree(golden.path, tmp_path / "store")
     store = Store(tmp_path / "store")
-    shutil.rmtree(store.path / "golden/rewards/v000005")
+    shutil.rmtree(Path(store.url) / "golden/rewards/v000005")
     joined = open_joined(store, "golden/advantages@1")
     assert "rewards" not in joined.shards
     assert str(joined.shards["advantages"].version.ref) == "golden/advantages@1"

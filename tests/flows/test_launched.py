@@ -110,7 +110,7 @@ def test_a_rank_that_is_killed_ends_the_other_and_the_next_launch_goes_on(folder
     stdout, stderr = running.communicate(timeout=240)
     assert running.returncode == 0 and "the training continues after step" in stderr, stderr
     assert json.loads(stdout)["ref"] == "tiny/policy@1"
-    assert not list(store.path.glob("tiny/policy/.work/*"))
+    assert not list(Path(store.url).glob("tiny/policy/.work/*"))
     check_as_one_process(store)
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,7 +60,7 @@ def test_a_version_that_comes_again_is_named_without_its_inputs(store):
 
 
 def test_what_is_gone_is_marked(store):
-    shutil.rmtree(store.path / "bench/prompts/v000001")
+    shutil.rmtree(Path(store.url) / "bench/prompts/v000001")
     (rollouts,) = lineage(store, "bench/rewards@1")["inputs"]
     gone = {"role": "prompts", "ref": "bench/prompts@1", "inputs": [], "missing": True}
     assert rollouts["inputs"][1] == gone
@@ -84,7 +85,7 @@ def test_a_line_of_a_thousand_policies(store, capsys):
         manifest = first.manifest.model_copy(update=changes)
         (copy / "manifest.json").write_bytes(manifest.to_json())
     ref = f"bench/policy@{length}"
-    versions.lineage(ref, store=str(store.path))
+    versions.lineage(ref, store=store.url)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [ref, f"  policy: bench/policy@{length - 1}"]
     assert lines[length].strip() == "policy: bench/policy@0" and len(lines) == length + 1

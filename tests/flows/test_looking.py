@@ -172,7 +172,7 @@ def test_no_character_of_a_model_moves_the_cursor(tmp_path, capsys):
         store, "rollouts", "generate", table, {"prompts": make_prompts(store, 1)}
     )
     rewards = make_rewards(store, rollouts)
-    versions.show(str(rewards.ref), 2, str(store.path))
+    versions.show(str(rewards.ref), 2, store.url)
     shown = capsys.readouterr().out
     assert r"\x1b[31mred\x07\r" in shown and r"left\u202eright\u200b" in shown
     assert all(character.isprintable() or character == "\n" for character in shown)

@@ -87,7 +87,7 @@ def store(tmp_path_factory) -> Store:
 
 
 def test_show_tells_turn_by_turn(store, capsys):
-    versions.show("tiny/rewards@2", 1, str(store.path))
+    versions.show("tiny/rewards@2", 1, store.url)
     shown = capsys.readouterr().out
     first = shown[shown.index("1 of 4: ") :].split("\n\n")[0].splitlines()
     lengths = [part["length"] for part in told()[0]["turns"]]
@@ -115,7 +115,7 @@ def test_show_tells_turn_by_turn(store, capsys):
 
 
 def test_show_tells_why_an_episode_failed_and_cuts_a_long_one(store, capsys):
-    versions.show("tiny/rollouts@2", 4, str(store.path))
+    versions.show("tiny/rollouts@2", 4, store.url)
     shown = capsys.readouterr().out
     assert "  failure     no answer within generate.turns.step_seconds 2" in shown
     assert '  info        {"port": 7}' in shown
@@ -132,7 +132,7 @@ def test_rewards_of_an_environment_and_odd_calls_are_shown(capsys, tmp_path):
     turns[1]["reward"] = None
     store = Store(tmp_path / "store")
     rollouts = episodes.write(store, make_policy(store), [row("a-0", turns)])
-    versions.show(str(rollouts.ref), 1, str(store.path))
+    versions.show(str(rollouts.ref), 1, store.url)
     shown = capsys.readouterr().out
     assert shown.count("stop · environment's reward 0.25 · 0 s") == 3
     assert 'calls       x\n              {"name": 3}\n              \\ud800' in shown
@@ -141,7 +141,7 @@ def test_rewards_of_an_environment_and_odd_calls_are_shown(capsys, tmp_path):
 
 
 def test_show_sums_up_how_episodes_went(store, capsys, in_json):
-    path = str(store.path)
+    path = store.url
     versions.show("tiny/rollouts@2", 0, path)
     lines = capsys.readouterr().out.splitlines()
     observed = 2 + (LONG - 1)
@@ -166,7 +166,7 @@ def test_show_sums_up_how_episodes_went(store, capsys, in_json):
 
 
 def test_a_run_prints_how_its_last_episodes_went(store):
-    single, several = (printed([1.0] * count, str(store.path)) for count in (1, 2))
+    single, several = (printed([1.0] * count, store.url) for count in (1, 2))
     assert not any(line.startswith("episodes of") for line in single)
     start = several.index("episodes of tiny/rollouts@2")
     assert several[start + 1] == "   turns        16.25 on average, 60 at most"
@@ -176,7 +176,7 @@ def test_a_run_prints_how_its_last_episodes_went(store):
 
 
 def test_a_plain_table_has_turns_and_end_reasons(store, capsys, in_json):
-    path = str(store.path)
+    path = store.url
     viewing.view("tiny/rewards@2", sort="turns", descending=True, store=path)
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[:5] == ["row", "reward", "tokens", "turns", "end_reason"]

@@ -322,7 +322,7 @@ def test_nights_clean_up_and_the_policy_in_use_stays_one_to_go_on_from(store):
     assert (better["decision"], worse["decision"]) == ("promoted", "rejected")
     left = {name for name in names(store) if name.startswith("tidy/")}
     assert store.numbers("tidy", "policy") == [0, 1, 2]
-    with_state = [path.parent.name for path in store.path.glob("tidy/policy/*/optimizer")]
+    with_state = [path.parent.name for path in Path(store.url).glob("tidy/policy/*/optimizer")]
     assert sorted(with_state) == ["v000001", "v000002"]
     assert {"tidy/rollouts@1", "tidy/rollouts@2"} <= left, "those that policy@1 and @2 learned from"
     evaluations = {name for name in left if "evaluations" in name}

@@ -4,6 +4,7 @@ back through its API."""
 import json
 import logging
 import time
+from pathlib import Path
 
 import pytest
 from prefect import flow, task
@@ -79,7 +80,7 @@ def event_of(ref: str) -> dict:
 def finished(store: Store, version: Version, cached: bool = False):
     """What the task of a stage does at its end."""
     outcome = Outcome(str(version.ref), cached, version.manifest.rows, 1.0, {})
-    return lambda: finish(Call("generate", {}, store.path, into="tiny"), outcome)
+    return lambda: finish(Call("generate", {}, Path(store.url), into="tiny"), outcome)
 
 
 # -- assets
@@ -111,13 +112,13 @@ def test_a_new_version_is_an_event_of_its_asset_and_a_cached_one_is_none(store):
 def test_a_version_that_is_not_there_is_said_once_and_fails_nothing(store, caplog):
     gone = Outcome("tiny/rollouts@9", False, 1, 1.0, {})
     with caplog.at_level(logging.WARNING, "quiver"):
-        assert shown(lambda: finish(Call("generate", {}, store.path, into="tiny"), gone)) == {}
+        assert shown(lambda: finish(Call("generate", {}, Path(store.url), into="tiny"), gone)) == {}
     (said,) = [record.getMessage() for record in caplog.records if record.name == "quiver"]
     assert "not on Prefect's pages: the event of tiny/rollouts@9 (LineageError" in said
 
 
 def test_a_link_to_the_report(store, policy):
-    folder, path = str(store.path), store.path / "tiny/report.html"
+    folder, path = store.url, Path(store.url) / "tiny/report.html"
     link = shown(lambda: link_report(folder, "tiny", None))["report-tiny"]
     assert link["type"] == "markdown" and path.as_uri() in link["data"]
     assert "<title>tiny · report" in path.read_text()
@@ -155,7 +156,7 @@ def wait_for(bar_says: float, key: str) -> None:
 def test_progress_comes_while_the_stage_runs(store, monkeypatch):
     monkeypatch.setattr(progress_module, "SECONDS_BETWEEN", 0.05)
     call, heard, key = (
-        Call("generate", {}, store.path, into="under.way"),
+        Call("generate", {}, Path(store.url), into="under.way"),
         [],
         text.key("progress-generate", "under.way"),
     )
@@ -178,7 +179,7 @@ def test_progress_comes_while_the_stage_runs(store, monkeypatch):
 
 
 def test_a_short_stage_leaves_no_progress_and_a_failed_one_what_it_had(store, monkeypatch):
-    call = Call("generate", {}, store.path, into="short")
+    call = Call("generate", {}, Path(store.url), into="short")
 
     def short() -> None:
         with progress(call, lambda line: None) as on_line:

@@ -8,6 +8,7 @@ import re
 import shutil
 from functools import partial
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -167,18 +168,18 @@ def test_foreign_text_is_text_and_nothing_is_fetched(made):
 
 def test_the_same_store_gives_the_same_bytes(store):
     first = report.write(store, "bench").read_bytes()
-    shutil.copytree(store.path, store.path.parent / "elsewhere")
-    assert report.write(Store(store.path.parent / "elsewhere"), "bench").read_bytes() == first
-    other = report.write(store, "bench", store.path.parent / "other.html")
+    shutil.copytree(Path(store.url), Path(store.url).parent / "elsewhere")
+    assert report.write(Store(Path(store.url).parent / "elsewhere"), "bench").read_bytes() == first
+    other = report.write(store, "bench", Path(store.url).parent / "other.html")
     assert other.read_bytes() == first
     assert verify(store) == (len(list(store.refs())), []), "the report is no part of a version"
     with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
-        report.write(store, "bench", store.path)
+        report.write(store, "bench", Path(store.url))
 
 
 def test_what_is_gone_is_told(store):
     for ref in ("rollouts/v000001", "prompts/v000001", "updates/v000001"):
-        shutil.rmtree(store.path / "bench" / ref)
+        shutil.rmtree(Path(store.url) / "bench" / ref)
     page = Page(report.render(store, gather(store, "bench")))
     assert (
         "3 versions that the run names are gone: bench/prompts@1, bench/rollouts@1, "

@@ -147,9 +147,9 @@ def test_a_store_that_can_not_be_written_is_read_and_says_what_it_is(tmp_path):
     store.tag("a", "prod", policy.ref)
     damaged = make_table(store, 0, "b")
     damaged.files.path(damaged.files.names[0]).write_bytes(b"")
-    (store.path / "a/logprobs/.index").unlink()
-    commands = [[*command, "--store", str(store.path)] for command in [*READS, *WRITES]]
-    with read_only(store.path):
+    (Path(store.url) / "a/logprobs/.index").unlink()
+    commands = [[*command, "--store", store.url] for command in [*READS, *WRITES]]
+    with read_only(Path(store.url)):
         answers = quiver_each(tmp_path, *commands)
     assert [code for code, _ in answers[: len(READS)]] == [0] * len(READS)
     for command, (code, answer) in zip(WRITES, answers[len(READS) :], strict=True):

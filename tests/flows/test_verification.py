@@ -21,8 +21,8 @@ from quiver.stages.core.files import sha256_of as sha256
 from quiver.stages.core.lineage import open_input
 from quiver.stages.core.store import Store, arrow_child
 from quiver.stages.core.store.arrow_check import ArrowCheck
+from quiver.stages.core.store.disk import Disk
 from quiver.stages.core.store.retention import Rule, collect, put_aside, remove
-from quiver.stages.core.store.storage import Storage
 from quiver.stages.model.checkpoints import model_entry
 from tests.stages.core.store.test_store import Settings, commit, work_on
 from tests.stages.optimize import world
@@ -55,9 +55,9 @@ def test_an_unknown_schema_is_refused_by_every_reader(store):
     rewrite(version, schema="logprobs/9", content_hash=content_hash("logprobs/9", files))
     for read in (lambda s: s.open("a/logprobs@1").table(), lambda s: s.open("a/logprobs@latest")):
         with pytest.raises(CorruptError, match="logprobs/9") as caught:
-            read(Store(store.path))
+            read(Store(Path(store.url)))
         assert "expected logprobs/1" in caught.value.message
-    assert "logprobs/9" in said(Store(store.path))
+    assert "logprobs/9" in said(Store(Path(store.url)))
 
 
 def test_models_are_held_to_their_hashes(store, policy):
@@ -91,11 +91,11 @@ def crafted(version) -> None:
 def test_a_crafted_arrow_file_with_the_right_hash_is_told(store, monkeypatch):
     """By verify, and by a reader of a store of somebody else, which parses in a child first."""
     version = commit(store, shards=1)
-    monkeypatch.setattr("os.geteuid", lambda: (store.path / "store.json").stat().st_uid + 1)
-    assert Store(store.path).open(version.ref).table().num_rows == 2
+    monkeypatch.setattr("os.geteuid", lambda: (Path(store.url) / "store.json").stat().st_uid + 1)
+    assert Store(Path(store.url)).open(version.ref).table().num_rows == 2
     crafted(version)
     with pytest.raises(CorruptError, match="cannot be parsed"):
-        Store(store.path).open(version.ref).table()
+        Store(Path(store.url)).open(version.ref).table()
     assert version.files.names[0] in said(store) and "cannot be parsed" in said(store)
 
 
@@ -119,7 +119,7 @@ def test_a_file_is_held_to_the_rows_of_its_entry(store):
     files = [entry.model_dump(mode="json") for entry in entries]
     rewrite(version, rows=5, files=files, content_hash=content_hash("logprobs/1", tuple(entries)))
     with pytest.raises(CorruptError, match="expected 5 rows, found 2"):
-        Store(store.path).open(version.ref).table()
+        Store(Path(store.url)).open(version.ref).table()
 
 
 def test_what_was_made_of_other_content_is_told(store):
@@ -127,11 +127,11 @@ def test_what_was_made_of_other_content_is_told(store):
     first = commit(store)
     commit(store, Settings(seed=1), inputs={"other": first})
     store.tag("a", "prod", first.ref)
-    other = commit(Store(store.path.with_name("other")), shards=1)
+    other = commit(Store(Path(store.url).with_name("other")), shards=1)
     shutil.rmtree(first.files.folder)
     shutil.copytree(other.files.folder, first.files.folder)
-    assert "input a/logprobs@1 has changed" in said(Store(store.path))
-    assert "tag prod pointed at an earlier" in said(Store(store.path))
+    assert "input a/logprobs@1 has changed" in said(Store(Path(store.url)))
+    assert "tag prod pointed at an earlier" in said(Store(Path(store.url)))
 
 
 def test_a_file_that_crashes_its_reader_crashes_a_child_alone(tmp_path, crashes):
@@ -149,10 +149,10 @@ def test_a_file_that_crashes_its_reader_crashes_a_child_alone(tmp_path, crashes)
 @pytest.mark.parametrize("damaged", ["*.notes/part-00000.json", "*/part-00000-*.arrow"])
 def test_damage_of_unfinished_work_is_told(store, damaged):
     with pytest.raises(KeyboardInterrupt), work_on(store) as work:
-        work.write(0, commit(Store(store.path.with_name("other")), shards=1).table())
+        work.write(0, commit(Store(Path(store.url).with_name("other")), shards=1).table())
         raise KeyboardInterrupt
     assert said(store) == ""
-    (path,) = (store.path / "a/logprobs/.work").glob(damaged)
+    (path,) = (Path(store.url) / "a/logprobs/.work").glob(damaged)
     raw = bytearray(path.read_bytes())
     raw[-20] ^= 1
     path.write_bytes(raw)
@@ -163,7 +163,7 @@ def test_damage_of_unfinished_work_is_told(store, damaged):
 @pytest.mark.parametrize("damage", [None, "note", "state", "gone"])
 def test_what_a_stage_goes_on_from_is_looked_at(store, damage):
     commit(store)
-    folder = store.path / f"a/policy/.work/{'0' * 64}.0.resume"
+    folder = Path(store.url) / f"a/policy/.work/{'0' * 64}.0.resume"
     folder.mkdir(parents=True)
     state = folder / "state-000001-000001.safetensors"
     state.write_bytes(b"weights")
@@ -195,15 +195,15 @@ def test_tags_are_looked_at(store):
     assert said(store) == ""
     shutil.rmtree(first.files.folder)
     assert "tag old: points at a/logprobs@1: there is no such version" in said(store)
-    versions_command.tag("old", str(second.ref), store=str(store.path))
+    versions_command.tag("old", str(second.ref), store=store.url)
     assert said(store) == "" and store.tagged("a", "old") == str(second.ref)
 
 
 def test_a_tag_moves_though_an_earlier_entry_cannot_be_read(store):
     first, second = commit(store), commit(store, Settings(seed=1))
     store.tag("a", "prod", first.ref)
-    (store.path / "a/tags/prod/000001.json").write_text("{")
-    versions_command.tag("prod", str(second.ref), store=str(store.path))
+    (Path(store.url) / "a/tags/prod/000001.json").write_text("{")
+    versions_command.tag("prod", str(second.ref), store=store.url)
     assert store.tagged("a", "prod") == str(second.ref)
 
 
@@ -222,7 +222,7 @@ def test_a_mark_that_cannot_be_read_is_told(store, text):
     commit(store)
     commit(store, Settings(seed=1))
     remove(store, "a/logprobs@1")
-    mark = store.path / "a/logprobs/v000001.removed"
+    mark = Path(store.url) / "a/logprobs/v000001.removed"
     mark.write_text(text)
     assert "the mark that the version's data may be deleted cannot be read" in said(store)
     assert f"Next: rm {mark}" in said(store)
@@ -268,7 +268,7 @@ def test_something_else_in_place_of_an_object_is_a_typed_error(store, place, wro
     commit(store, Settings(seed=1), shards=1)
     store.tag("a", "prod", first.ref)
     store.find("a", "logprobs", "0" * 64)
-    path = store.path / place.replace("SHARD", first.files.names[0])
+    path = Path(store.url) / place.replace("SHARD", first.files.names[0])
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -288,7 +288,7 @@ def test_something_else_in_place_of_an_object_is_a_typed_error(store, place, wro
     ]
     for use in uses:
         with suppress(QuiverError):
-            use(Store(store.path))
+            use(Store(Path(store.url)))
 
 
 def test_a_damaged_version_is_put_aside_and_made_again(store):
@@ -321,7 +321,7 @@ def test_names_of_columns_that_no_reader_can_ask_for_are_told(tmp_path, is_neste
     assert raw.count(b"aX") == 2  # before the rows and after them
     (tmp_path / "t.arrow").write_bytes(raw.replace(b"aX", names[1].encode("latin-1")))
     with pytest.raises(pa.ArrowInvalid, match=problem):
-        Storage(tmp_path).read_table("t.arrow")
+        Disk(tmp_path).read_table("t.arrow")
 
 
 def test_an_input_of_another_kind_than_its_role_is_told(store, policy):

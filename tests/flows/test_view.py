@@ -53,7 +53,7 @@ def long(tmp_path_factory) -> Store:
 
 
 def test_a_plain_table_is_sorted_and_cut(store, capsys):
-    viewing.view("golden/rewards@1", sort="reward", descending=True, n=3, store=str(store.path))
+    viewing.view("golden/rewards@1", sort="reward", descending=True, n=3, store=store.url)
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split() == [
         "row", "reward", "tokens", "end", "advantage", "ratio", "prompt", "reference", "completion",
@@ -66,7 +66,7 @@ def test_a_plain_table_is_sorted_and_cut(store, capsys):
 
 def test_two_policies_stand_side_by_side_by_their_evaluations(store, capsys):
     viewing.view(
-        "golden/policy@0", "golden/policy@2", sort="change", descending=True, store=str(store.path)
+        "golden/policy@0", "golden/policy@2", sort="change", descending=True, store=store.url
     )
     _, *rows = capsys.readouterr().out.splitlines()
     gains = [float(row.split()[3]) for row in rows]
@@ -89,7 +89,7 @@ def test_rollouts_on_other_prompts_do_not_pair(store):
 
 def test_a_run_alone_needs_a_terminal(store):
     with pytest.raises(ConfigError, match="a plain table shows one version"):
-        viewing.view("golden", store=str(store.path))
+        viewing.view("golden", store=store.url)
 
 
 def test_without_textual_a_terminal_is_told_what_to_install(store):
@@ -97,7 +97,7 @@ def test_without_textual_a_terminal_is_told_what_to_install(store):
     code = (
         "import sys; sys.modules['textual'] = None; from quiver.flows.cli.main import main; main()"
     )
-    command = [sys.executable, "-c", code, "view", "golden/rewards@1", "--store", str(store.path)]
+    command = [sys.executable, "-c", code, "view", "golden/rewards@1", "--store", store.url]
     leader, follower = pty.openpty()
     refused = subprocess.run(
         command, stdin=follower, stdout=follower, stderr=subprocess.PIPE, text=True, check=False

@@ -92,7 +92,7 @@ def test_two_trainings_and_an_evaluation_are_one_run(
     first = world.trained(store, policy, made, config)
     world.trained(store, first, made, config)
     ref = run_here("evaluate", Config(), store, rollouts=made[0].ref, rewards=made[1].ref)
-    call = {"trackers": [name], "folder": str(folder), "store": str(store.path), "ref": str(ref)}
+    call = {"trackers": [name], "folder": str(folder), "store": store.url, "ref": str(ref)}
     subprocess.run(
         [sys.executable, "-m", "quiver.stages.optimize.tracking"],
         input=json.dumps(call),

@@ -63,7 +63,7 @@ def start(call: Call, count: int, **config) -> list[Worker]:
 
 def copy(store: Store, folder: Path) -> Store:
     """The same store in `folder`, links and all."""
-    return Store(shutil.copytree(store.path, folder / "store"))
+    return Store(shutil.copytree(Path(store.url), folder / "store"))
 
 
 def hashes(store: Store, ref: str) -> dict[str, str]:
@@ -75,7 +75,7 @@ def require_whole(store: Store, run: str, kind: str) -> None:
     """One version, of whole files, and nothing beside it."""
     assert len(store.numbers(run, kind)) == 1
     assert verify(store)[1] == []
-    assert list((store.path / run / kind / ".work").iterdir()) == []
+    assert list((Path(store.url) / run / kind / ".work").iterdir()) == []
 
 
 def wait(condition) -> None:

@@ -187,7 +187,7 @@ class VersionsScreen(TableScreen):
         versions = page[len(errors) :]
         self.shown = [*errors, *(ref for ref, _ in versions)]
         rows = [Listed(printable(f"{error.object}: {error.message}", 60)) for error in errors]
-        return f"versions of {self.run or self.store.path}", rows + listed(self.store, versions)
+        return f"versions of {self.run or self.store.url}", rows + listed(self.store, versions)
 
     @on(DataTable.RowSelected, "#rows")
     def open(self, event: DataTable.RowSelected) -> None:

@@ -12,7 +12,6 @@ import sys
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from quiver.schemas.errors import ConfigError, printable
@@ -76,8 +75,8 @@ class Call:
     """Name of the stage."""
     config: dict[str, Any]
     """The stage's config in plain JSON."""
-    store: Path | str
-    """Folder of the store, the same on every host."""
+    store: str
+    """Folder or URL of the store, the same on every host."""
     refs: dict[str, str | list[str]] = field(default_factory=dict)
     """References of the versions to read, by role."""
     into: str | None = None
@@ -96,7 +95,7 @@ class Call:
 
     def to_json(self) -> dict[str, Any]:
         """Return the call in plain JSON."""
-        return {**asdict(self), "store": str(self.store)}
+        return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Call:

@@ -6,7 +6,7 @@ memory and device are free when it ends; it ends with its caller. With `placemen
 the child of generate stays resident: it waits for the next call with its engine asleep, and keeps
 some memory. If it died meanwhile, or fails, that call is made in a fresh child, without an error.
 
-    call = Call("generate", config, store.path, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
+    call = Call("generate", config, store.url, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
     outcome = find_outcome(call)    # only look; None if it is not finished
     outcome = run_call(call)        # in a child process, which calls `find_or_make`
     outcome = find_or_make(call)    # in this process

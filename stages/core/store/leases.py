@@ -44,7 +44,7 @@ from pydantic import Field, TypeAdapter
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.plain import read_json
 
-from .storage import Stamp, Storage
+from .storage import Stamp, Storage, list_numbers
 
 SECONDS_TO_LIVE = 60.0
 """A lease that was not renewed for this long is free: another process may take it."""
@@ -121,10 +121,8 @@ class Lease:
 
     def create(self) -> bool:
         """Create the object; return False if another process was first."""
-        if not self._storage.put_if_absent(self._key, self._link.encode(), durable=False):
-            return False
-        self._stamp = self._storage.stamp(self._key)
-        return True
+        self._stamp = self._storage.put_if_absent(self._key, self._link.encode(), durable=False)
+        return self._stamp is not None
 
     def is_held(self) -> bool:
         """Return True if the lease is still in force: neither released nor taken over."""
@@ -133,23 +131,29 @@ class Lease:
 
     def renew(self) -> bool:
         """Write the time into the object; return False if it is gone."""
-        link = replace(self._link, renewed_at=time.time())
         with _renewing:
-            self._stamp = self._storage.swap(self._key, link.encode(), self._stamp)
+            return self._write(replace(self._link, renewed_at=time.time()))
+
+    def _write(self, link: Link) -> bool:
+        """Replace the object; return False if it is gone. If another process took the lease, that
+        one's object has a higher number, so this changes nothing."""
+        for _ in range(2):
             if self._stamp is None and self.is_held():  # chown changes the stamp, too
                 self._stamp = self._storage.stamp(self._key)
-            return self._stamp is not None
+            if self._stamp is None:
+                break
+            self._stamp = self._storage.put(self._key, link.encode(), self._stamp, durable=False)
+            if self._stamp is not None:
+                return True
+        return False
 
     def release(self) -> None:
         """Release the lease, so that another process can take it at once."""
         _renewed.discard(self)
         with _renewing:
-            if not self.is_held():
-                return
             try:
-                released = replace(self._link, released=True)
-                self._storage.put(self._key, released.encode(), durable=False)
-            except OSError:  # a full disk, or the work is done and its leases are cleared
+                self._write(replace(self._link, released=True))
+            except OSError:  # a full disk
                 self._storage.delete(self._key)
 
 
@@ -172,7 +176,7 @@ class Leases:
 
     def top(self, name: str) -> Link | None:
         """Return the object with the highest number, or None if the chain is empty."""
-        numbers = self.storage.list_numbers(f"{self.prefix}/{name}")
+        numbers = list_numbers(self.storage, f"{self.prefix}/{name}")
         if not numbers:
             return None
         number = max(numbers)
@@ -199,8 +203,8 @@ class Leases:
         holders = [holder for name in self.names() if (holder := self.holder(name))]
         if all(holder.owner.is_visible for holder in holders):
             return holders
-        seconds_silent = time.time() - self.storage.changed_at(self.prefix)
-        is_silent = seconds_silent > 10 * SECONDS_TO_LIVE
+        changed_at = max((at for _, at in self.storage.files(self.prefix).values()), default=0.0)
+        is_silent = time.time() - changed_at > 10 * SECONDS_TO_LIVE
         return [holder for holder in holders if holder.owner.is_visible or not is_silent]
 
     def seconds_seen(self, name: str) -> float:

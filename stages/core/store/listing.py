@@ -138,7 +138,8 @@ class Listing:
         if len(torn) < len(summaries) or not lines.keys() <= set(self.numbers):
             lines = {number: lines[number] for number in self.numbers if number in lines}
             lines |= {one.number: one.line() for one in summaries if not one.error}
-            self._storage.flush(self._folder)  # their process may have died before its own flush
+            # their process may have died before its own flush
+            self._storage.list(self._folder, flush=True)
             text = b"".join(b"%s\n" % lines[number] for number in sorted(lines))
             # without write permission, the store is read without an index
             with suppress(OSError, CorruptError):

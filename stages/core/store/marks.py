@@ -106,7 +106,7 @@ def _damaged(storage: Storage, ref: Ref, name: str) -> CorruptError:
         key,
         "the mark that the version's data may be deleted cannot be read, or is another version's",
         state="its manifest is kept.",
-        next=f"rm {storage.local(key)}",
+        next=f"rm {storage.url}/{key}",
     )
 
 

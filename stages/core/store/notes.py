@@ -19,7 +19,7 @@ from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import FileEntry, digest
 from quiver.schemas.plain import read_json
 
-from .storage import Storage
+from .storage import Storage, size_and_sha256
 
 PROGRESS = "progress"
 """Name of the note that makes a resume state valid."""
@@ -131,10 +131,10 @@ def _is_damaged(storage: Storage, prefix: str, name: str) -> bool:
     note = read_note(storage, f"{prefix}/{name}")
     if note is None or "sha256" not in note:
         return note is None
-    shards = prefix.removesuffix(".notes")
+    shards = prefix.removesuffix(".notes").replace("/.work/", f"/{storage.data_folder}/")
     file = f"{prefix}/{note['file']}" if "file" in note else f"{shards}/{note['name']}"
     try:
-        return storage.size_and_sha256(file)[1] != note["sha256"]
+        return size_and_sha256(storage, file)[1] != note["sha256"]
     except FileNotFoundError:
         return False  # it is being published, or it is made again
     except CorruptError:

@@ -51,7 +51,7 @@ from . import marks, tags
 from .leases import Leases
 from .listing import EXPIRED, NO_OPTIMIZER, REMOVED
 from .notes import SOURCES, WORK, read_note
-from .versions import OPTIMIZER_FOLDER, Store
+from .versions import OPTIMIZER_FOLDER, Store, Version
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _PLANNED_WITH = ("config.json", "generation_config.json")
@@ -70,26 +70,30 @@ class Work:
     run_key: str
     attempt: int
     names: list[str]
-    """Names in `.work`, rising."""
-
-    @property
-    def place(self) -> str:
-        """Prefix of the names."""
-        return f"{self.run}/{self.kind}/.work"
+    """Names below the kind: `.work/KEY.0.notes`, `.data/KEY.0`."""
 
     @property
     def prefix(self) -> str:
-        """Prefix of the shards; `.notes`, `.leases` and `.resume` follow it."""
-        return f"{self.place}/{self.run_key}.{self.attempt}"
+        """Prefix in `.work`; `.notes`, `.leases` and `.resume` follow it."""
+        return f"{self.run}/{self.kind}/.work/{self.run_key}.{self.attempt}"
+
+    @property
+    def keys(self) -> list[str]:
+        """Prefixes of its objects."""
+        return [f"{self.run}/{self.kind}/{name}" for name in self.names]
 
 
 def unfinished(store: Store, run: str, kind: str) -> list[Work]:
     """Return the unfinished work of one kind in one run, by run key and attempt."""
+    return _by_attempt(run, kind, (f".work/{n}" for n in store.storage.list(f"{run}/{kind}/.work")))
+
+
+def _by_attempt(run: str, kind: str, names: Iterable[str]) -> list[Work]:
     names_of: dict[tuple[str, int], list[str]] = {}
-    for name in store.storage.list(f"{run}/{kind}/.work"):
-        if match := WORK.fullmatch(name):
+    for name in names:
+        if match := WORK.fullmatch(name.partition("/")[2]):
             names_of.setdefault((match[1], int(match[2])), []).append(name)
-    return [Work(run, kind, *key, names) for key, names in names_of.items()]
+    return [Work(run, kind, *attempt, names) for attempt, names in names_of.items()]
 
 
 @dataclass(frozen=True)
@@ -135,8 +139,10 @@ class Kept:
 
 def folders_of(store: Store) -> Iterator[str]:
     """Yield the keys in the store that must be folders, or absent."""
-    names = filter(NAME.fullmatch, store.storage.list(""))
-    yield from filter(store.storage.is_linked, names)  # runs
+    others = {*filter(NAME.fullmatch, store.storage.list(""))} - {*store.runs(), "store.json"}
+    for name in sorted(others):  # a run that is a link has kinds
+        if any(store.storage.stamp(f"{name}/{kind}") for kind in KINDS):
+            yield name
     for run in store.runs():
         yield f"{run}/tags"
         yield from (f"{run}/{kind}{name}" for kind in KINDS for name in ("", "/.work"))
@@ -256,7 +262,6 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
     target = parse(ref)
     aside = marks.read(store.storage, target, REMOVED) if _has_number(target) else None
     if aside is not None and aside.keep:
-        store.version(target)  # refuses links: what they lead to may be another store's
         _delete_data(store, target)
         return target, users_of(store, target)[1]
     if aside is not None:
@@ -383,7 +388,7 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
     collected = Collected()
     # abandoned work goes first, since deleting it needs no room for a mark
     for work in list(_abandoned(store, rule)):
-        num_bytes = sum(_size(store, f"{work.place}/{name}") for name in work.names)
+        num_bytes = sum(size_below(store, key) for key in work.keys)
         if not apply or _sweep(store, work):
             collected.work.append((work, num_bytes))
     # a version that is committed after this line is not looked at
@@ -476,8 +481,12 @@ def _marked(
             earlier |= numbers
             for number in sorted(numbers):
                 ref = Ref(run, kind, number)
-                num_bytes = sum(_data(store, ref, name).values())
-                if num_bytes and not store.storage.is_linked(ref.folder):
+                num_bytes = 0
+                with suppress(
+                    CorruptError
+                ):  # it is a link: what it leads to may be another store's
+                    num_bytes = sum(_data(store, ref, name).values())
+                if num_bytes:
                     mark = None
                     with suppress(CorruptError):  # it deletes nothing; `verify` reports it
                         mark = marks.checked(store.storage, ref, name)
@@ -486,41 +495,61 @@ def _marked(
 
 
 def _data(store: Store, ref: Ref, mark: str) -> dict[str, int]:
-    """Return the sizes of the files that are there and that a mark covers, by name."""
-    sizes = store.storage.files(ref.folder)
-    sizes.pop("manifest.json", None)
-    if mark == NO_OPTIMIZER:
-        # a folder that was half deleted has another name
-        sizes = {name: size for name, size in sizes.items() if name.startswith(OPTIMIZER_FOLDER)}
+    """Return the bytes of the files and folders that are there and that a mark covers, by key."""
+    prefix = ref.folder
+    with suppress(CorruptError):  # a torn manifest names no other place
+        prefix = store.version(ref).manifest.prefix
+    covered = OPTIMIZER_FOLDER if mark == NO_OPTIMIZER else ""
+    sizes: Counter[str] = Counter()
+    for name, (size, _) in store.storage.files(prefix).items():
+        # a folder that was half deleted has a longer name
+        if name.startswith(covered) and name != "manifest.json":
+            top, slash, _ = name.partition("/")
+            sizes[f"{prefix}/{top}{slash}"] += size
     return sizes
 
 
 def _delete_data(store: Store, ref: Ref, mark: str = REMOVED) -> None:
     """Delete the data that a mark covers, whatever the manifest lists."""
-    for top in {name.partition("/")[0] for name in _data(store, ref, mark)}:
-        store.storage.delete(f"{ref.folder}/{top}")
+    store.storage.delete(*_data(store, ref, mark))
 
 
-def _size(store: Store, key: str) -> int:
-    return sum(store.storage.files(key).values())
+def size_below(store: Store, prefix: str) -> int:
+    """Return the bytes of all objects below a prefix."""
+    return sum(size for size, _ in store.storage.files(prefix).values())
 
 
 def _abandoned(store: Store, rule: Rule) -> Iterator[Work]:
     """Yield the work that no process holds a lease of, and that is done, or older than the grace
     time."""
     at_work = {stage.run_key for stage in stages_at_work(store)}
-    for run in rule.runs_of(store):
-        for kind in KINDS:
-            summaries = store.listing(run, kind).summaries()
-            num_made = Counter(summary.run_key for summary in summaries)
-            for work in unfinished(store, run, kind):
-                is_done = num_made[work.run_key] > work.attempt
-                changed_at = max(
-                    store.storage.changed_at(f"{work.place}/{name}") for name in work.names
-                )
-                is_old = time.time() - changed_at >= rule.grace_seconds
-                if (is_done or is_old) and work.run_key not in at_work:
-                    yield work
+    for run, kind in product(rule.runs_of(store), KINDS):
+        summaries = store.listing(run, kind).summaries()
+        num_made = Counter(summary.run_key for summary in summaries)
+        names = [name for work in unfinished(store, run, kind) for name in work.names]
+        # a version that is torn does not tell which data are its own
+        if not any(summary.error for summary in summaries):
+            names += _unpublished(store, run, kind, num_made)
+        for work in _by_attempt(run, kind, names):
+            files = [entry for key in work.keys for entry in store.storage.files(key).values()]
+            changed_at = max((at for _, at in files), default=0.0)
+            is_old = time.time() - changed_at >= rule.grace_seconds
+            is_done = num_made[work.run_key] > work.attempt
+            if (is_done or is_old) and work.run_key not in at_work:
+                yield work
+
+
+def _unpublished(store: Store, run: str, kind: str, num_made: Counter[str]) -> Iterator[str]:
+    """Yield the names in `.data`, where a bucket keeps the data of versions, that no version
+    names."""
+    names = [f".data/{name}" for name in store.storage.list(f"{run}/{kind}/.data")]
+    for work in _by_attempt(run, kind, names):
+        # usually the only folder of finished work is its version's, which need not be read then
+        if len(work.names) > 1 or num_made[work.run_key] <= work.attempt:
+            published = _places(store, work)
+            for name, key in zip(work.names, work.keys, strict=True):
+                if key not in published:
+                    yield name
 
 
 def _sweep(store: Store, work: Work) -> bool:
@@ -540,11 +569,24 @@ def _sweep(store: Store, work: Work) -> bool:
         try:
             if not is_free or len(leases.holders()) > (lease is not None):
                 return False
-            for name in reversed(work.names):  # notes before the shards that they describe
-                if not name.endswith(".leases"):
-                    store.storage.delete(f"{work.place}/{name}")
-            store.storage.delete(leases.prefix)
+            in_bucket = any(name.startswith(".data/") for name in work.names)
+            published = _places(store, work) if in_bucket else {}
+            # notes before the shards that they describe
+            keys = [key for key in reversed(work.keys) if key not in published]
+            store.storage.delete(*(f"{key}/" for key in keys if not key.endswith(".leases")))
+            # its process slept for the grace time, and published it at this moment
+            for key, ref in _places(store, work).items() if in_bucket else ():
+                if key in keys:
+                    marks.write(store.storage, ref, REMOVED, "published after gc deleted its data")
+            store.storage.delete(f"{leases.prefix}/")
         finally:
             if lease is not None:
                 lease.release()
     return True
+
+
+def _places(store: Store, work: Work) -> dict[str, Ref]:
+    """Return the versions with this run key, whatever their marks, by the prefix of their files."""
+    listing = store.listing(work.run, work.kind)
+    found = (Ref(work.run, work.kind, number) for number in listing.find(work.run_key))
+    return {Version(ref, store.storage).manifest.prefix: ref for ref in found}

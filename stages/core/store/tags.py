@@ -21,7 +21,7 @@ from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, prin
 from quiver.schemas.manifest import digest
 from quiver.schemas.plain import read_json
 
-from .storage import Storage
+from .storage import Storage, list_numbers
 
 
 class Entry(BaseModel):
@@ -55,12 +55,12 @@ class Tag:
 
     def newest(self) -> Entry | None:
         """Return the newest entry, or None if there is no such tag. Raises CorruptError."""
-        numbers = self._storage.list_numbers(self._prefix)
+        numbers = list_numbers(self._storage, self._prefix)
         return self._entry(numbers[-1]) if numbers else None
 
     def history(self) -> list[Entry]:
         """Return the tag's entries, oldest first. Raises CorruptError."""
-        return [self._entry(number) for number in self._storage.list_numbers(self._prefix)]
+        return [self._entry(number) for number in list_numbers(self._storage, self._prefix)]
 
     def move(
         self, target: str, content_hash: str, expected: str | None, why: str, key: str, about: dict
@@ -79,7 +79,7 @@ class Tag:
         """
         while True:
             # take all from one look at the entries: one written meanwhile has the next number
-            numbers = self._storage.list_numbers(self._prefix)
+            numbers = list_numbers(self._storage, self._prefix)
             entries = []
             for number in numbers:
                 try:
@@ -97,7 +97,8 @@ class Tag:
                 )
             is_there = entries and (before, entries[-1].content_hash) == (target, content_hash)
             if is_decided or (is_there and not key):
-                self._storage.flush(self._prefix)  # another process may not have done it yet
+                # another process may not have flushed it yet
+                self._storage.list(self._prefix, flush=True)
                 return None
             at = datetime.now(UTC).isoformat(timespec="milliseconds")
             entry = Entry(

@@ -58,7 +58,7 @@ from quiver.stages.core.threads import map_in_threads
 from . import marks
 from .listing import EXPIRED, NO_OPTIMIZER, REMOVED, Listing, Summary
 from .marks import Mark
-from .storage import Storage
+from .storage import Storage, locate, open_storage, read_table, size_and_sha256
 from .tags import Entry, Tag, check_name, is_name
 
 if TYPE_CHECKING:
@@ -87,7 +87,10 @@ class VersionFiles:
     def __init__(self, version: Version, storage: Storage) -> None:
         self._version = version
         self._storage = storage
-        self._prefix = version.ref.folder
+
+    @property
+    def _prefix(self) -> str:
+        return self._version.manifest.prefix
 
     @property
     def folder(self) -> Path:
@@ -117,8 +120,8 @@ class VersionFiles:
     def sizes(self) -> dict[str, int]:
         """Return the actual size in bytes of each file that is there, listed or not, by name; but
         for what a collection has begun to delete."""
-        sizes = self._storage.files(self._prefix)
-        return {name: size for name, size in sizes.items() if ".gone/" not in name}
+        files = self._storage.files(self._prefix)
+        return {name: size for name, (size, _) in files.items() if ".gone/" not in name}
 
 
 class Version:
@@ -196,7 +199,7 @@ class Version:
     def _verify_file(self, entry: FileEntry) -> None:
         name = entry.name
         try:
-            size, sha256 = self._storage.size_and_sha256(f"{self.ref.folder}/{name}")
+            size, sha256 = size_and_sha256(self._storage, f"{self.manifest.prefix}/{name}")
         except FileNotFoundError:
             raise self.missing(name) from None
         if size != entry.bytes:
@@ -253,7 +256,7 @@ class Version:
     def _read_shard(self, entry: FileEntry, columns: list[str] | None) -> pa.Table:
         """Read one file that was verified."""
         try:
-            shard = self._storage.read_table(f"{self.ref.folder}/{entry.name}")
+            shard = read_table(self._storage, f"{self.manifest.prefix}/{entry.name}")
             shard = shard.select(columns) if columns else shard
         except FileNotFoundError:
             raise self.missing(entry.name) from None
@@ -282,13 +285,9 @@ class Store:
         self.written: set[str] = set()
         self.sees_expired = False
         try:
-            self.path = Path(path).expanduser().absolute()
-            str(self.path).encode()
-            self.storage = Storage(self.path)
-            if self.path.exists() and not self.path.is_dir():
-                raise ConfigError(
-                    f"store {self.path}", "is a file, not a folder", next="name a folder in --store"
-                )
+            self.url = locate(path)
+            self.url.encode()
+            self.storage = open_storage(self.url)
             if self.storage.stamp("store.json") is None:
                 self._create(create)
             self.id = self._read_marker()
@@ -305,17 +304,17 @@ class Store:
     def _create(self, may_create: bool) -> None:
         if not may_create:
             raise ConfigError(
-                f"store {self.path}",
+                f"store {self.url}",
                 "there is no store here",
                 next="give --store PATH, or run a recipe first",
             )
         if any(not name.startswith("store.json") for name in self.storage.list("")):
             raise ConfigError(
-                f"store {self.path}",
+                f"store {self.url}",
                 "the folder holds other things",
                 next="name an empty or new folder",
             )
-        with storage_errors(f"store {self.path}"):
+        with storage_errors(f"store {self.url}"):
             self.storage.put_if_absent("store.json", _marker().encode(), flush_name=True)
 
     def _read_marker(self) -> str:
@@ -325,14 +324,13 @@ class Store:
             format = fields["format"]
         except (ValueError, KeyError, TypeError):
             raise CorruptError(
-                f"store {self.path}",
+                f"store {self.url}",
                 "store.json cannot be read",
-                next=f"write {_marker()} into {self.path / 'store.json'}, the versions need no "
-                "more",
+                next=f"write {_marker()} into {self.url}/store.json, the versions need no more",
             ) from None
         if format != FORMAT:
             raise CorruptError(
-                f"store {self.path}",
+                f"store {self.url}",
                 f"store.json has format {printable(format)}, expected {FORMAT}",
                 next="take the Quiver that wrote it, or name another folder in --store",
             )
@@ -352,11 +350,12 @@ class Store:
 
     def runs(self) -> list[str]:
         """Return the names of all runs, sorted."""
-        return [
-            name
-            for name in self.storage.list("")
-            if refs.NAME.fullmatch(name) and self.storage.local(name).is_dir()
-        ]
+        names = []
+        for name in filter(refs.NAME.fullmatch, self.storage.list("")):
+            with suppress(CorruptError):  # a file, or a link
+                if self.storage.list(name):
+                    names.append(name)
+        return names
 
     def numbers(self, run: str, kind: str) -> list[int]:
         """Return the version numbers of one kind in one run, oldest first. A version that was made
@@ -491,10 +490,6 @@ class Store:
     def version(self, ref: Ref) -> Version:
         """Return the version with this number, which may be torn or expired. Raises
         CorruptError."""
-        if self.storage.is_linked(ref.folder):
-            raise CorruptError(
-                str(ref), "the folder is a link", next="replace the link by the folder itself"
-            )
         mark = None if self._is_saved_by_tag(ref) else marks.read(self.storage, ref, EXPIRED)
         return Version(ref, self.storage, mark)
 

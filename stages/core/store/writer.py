@@ -82,6 +82,7 @@ from .notes import (
     summed_seconds,
 )
 from .sharing import CommittedByOther, SharedShards, SoleShards
+from .storage import read_table, size_and_sha256
 from .versions import Version, schema_module
 
 ROWS_PER_SHARD = 256
@@ -116,9 +117,12 @@ class Writer:
         self._name = f"{plan.run}/{kind}"
         self._storage = plan.store.storage
         self._worker = worker
+        self._files = self.work.replace("/.work/", f"/{self._storage.data_folder}/")
+        """Prefix of the shards, or of the policy's files."""
         # libraries write a policy's files in place, so a process that slept must not share the
         # folder
-        self._files = f"{self.work}.{worker}" if kind == "policy" else self.work
+        if kind == "policy":
+            self._files += f".{worker}"
         self._count: int | None = None
         self._started_at = time.monotonic()
         self._entries: tuple[FileEntry, ...] = ()
@@ -144,11 +148,11 @@ class Writer:
         """Delete the unfinished work of an earlier attempt to make this version."""
         place, _, name = self.work.rpartition("/")
         # notes first: no note may exist without its shard
-        self._storage.delete(f"{self.work}.notes")
+        self._storage.delete(f"{self.work}.notes/")
         for other in self._storage.list(place):
             is_kept = other.endswith((".leases", ".resume"))
             if other == name or (other.startswith(f"{name}.") and not is_kept):
-                self._storage.delete(f"{place}/{other}")
+                self._storage.delete(f"{place}/{other}/")
 
     def take_up(self) -> None:
         """Take back the shards that a process left which died, or sleeps, while it published them.
@@ -206,10 +210,8 @@ class Writer:
 
     def _is_whole(self, entry: FileEntry) -> bool:
         try:
-            return self._storage.size_and_sha256(f"{self.work}/{entry.name}") == (
-                entry.bytes,
-                entry.sha256,
-            )
+            key = f"{self._files}/{entry.name}"
+            return size_and_sha256(self._storage, key) == (entry.bytes, entry.sha256)
         except (FileNotFoundError, CorruptError):
             return False
 
@@ -239,7 +241,7 @@ class Writer:
         entry = self._note(index)
         if entry is None:
             raise FileNotFoundError(errno.ENOENT, "it is not finished", note_name(index))
-        return self._storage.read_table(f"{self.work}/{entry.name}")
+        return read_table(self._storage, f"{self._files}/{entry.name}")
 
     def drop(self, index: int) -> None:
         """Discard shard `index`, so that it is written again."""
@@ -267,9 +269,9 @@ class Writer:
             name = shard_name(index, sha256)
             entry = FileEntry(name=name, bytes=raw.size, sha256=sha256, rows=len(rows))
             # the same name has the same bytes, unless a power loss or the disk damaged them
-            is_new = self._storage.put_if_absent(f"{self.work}/{name}", raw)
+            is_new = self._storage.put_if_absent(f"{self._files}/{name}", raw)
             if not is_new and not self._is_whole(entry):
-                self._storage.put(f"{self.work}/{name}", raw)
+                self._storage.put(f"{self._files}/{name}", raw)
             note = note_of(entry.model_dump(mode="json"))
             key = f"{self.work}.notes/{note_name(index)}"
             if not self._storage.put_if_absent(key, note) and not self.is_finished(index):
@@ -356,7 +358,8 @@ class Writer:
             raise RuntimeError(f"{self._name}: the stage has not finished its writer")
         with self.phase("commit"), storage_errors(self._name):
             if self.kind == "policy":
-                names = list(self._storage.files(self._files))
+                paths = (path for path in self.folder.rglob("*") if path.is_file())
+                names = sorted(path.relative_to(self.folder).as_posix() for path in paths)
                 keys = [f"{self._files}/{name}" for name in names]
                 checks = map_in_threads(self._storage.put_file, keys)
                 self._entries = tuple(
@@ -407,6 +410,7 @@ class Writer:
             "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "commit_id": str(uuid.uuid4()),
             "files": self._entries,
+            "place": self._files.partition("/.data/")[2],
             "rows": sum(entry.rows for entry in self._entries),
             "content_hash": content_hash(schema, self._entries),
             "bytes": {"data": sum(entry.bytes for entry in self._entries)},
@@ -428,7 +432,7 @@ class Writer:
                 if not lease.is_held():
                     raise taken_over(self._name)
                 raw = manifest.to_json()
-                if self._storage.publish(self.work, self._worker, ref.folder, raw, sizes):
+                if self._storage.publish(self._files, self._worker, ref.folder, raw, sizes):
                     plan.store.written.add(str(ref))
                     self.committed = Version(ref, self._storage)
 
@@ -443,7 +447,7 @@ class Writer:
         if only is not None and only not in listing.given:
             return only
         if only in listing.numbers and only not in listing.find(self.run_key):
-            self._storage.delete(f"{self.work}.{self._worker}")
+            self._storage.delete(f"{self._files}/")
             raise ConflictError(
                 f"{self._name}@{only}",
                 plan.if_number_taken,
@@ -455,7 +459,7 @@ class Writer:
             raise ConflictError(
                 f"{self._name}@{highest}",
                 "has the highest number, so none is left",
-                next=f"move {self._storage.local(self._name)}/v{highest}* away",
+                next=f"move {self._storage.url}/{self._name}/v{highest}* away",
             )
         return highest + 1
 
@@ -519,7 +523,7 @@ class Staging:
                 else:
                     writer.take_up()
             if self._force:
-                self.plan.store.storage.delete(f"{self.last.work}.resume")
+                self.plan.store.storage.delete(f"{self.last.work}.resume/")
             self._prepare()
             with self._ended_by_others():
                 yield
@@ -588,7 +592,8 @@ class Staging:
             raise
         except Exception as error:
             lease = self.lease or (self.last.shards and self.last.shards.commit_lease)
-            is_vanished = error_number(error) == errno.ENOENT and "/.work/" in str(error)
+            in_work = any(place in str(error) for place in ("/.work/", "/.data/"))
+            is_vanished = error_number(error) == errno.ENOENT and in_work
             if lease is not None and lease.is_held() and not is_vanished:
                 raise
             if self.last.is_committed():
@@ -621,8 +626,8 @@ class Staging:
                     leases = Leases(storage, f"{plan.name}/.work/{run_key}.{attempt}.leases")
                     if num_made[run_key] <= int(attempt) or leases.holders():
                         continue
-                for name in reversed(names):  # notes before the shards that they describe
-                    storage.delete(f"{place}/{name}")
+                # notes before the shards that they describe
+                storage.delete(*(f"{place}/{name}/" for name in reversed(names)))
 
     def _busy(self, holder: Link | None, manner: str = "") -> BusyError:
         process = f"process {holder.owner.pid}" if holder else "another process"

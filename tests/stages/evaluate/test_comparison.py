@@ -109,7 +109,7 @@ def test_compare_through_the_command_line(store, evaluated, capsys):
     """By evaluation, policy or run; what has none is told the command that makes one."""
     evaluated("first", BEFORE)
     evaluated("second", AFTER, prefix="q")
-    in_store = ("--store", str(store.path))
+    in_store = ("--store", store.url)
     texts = []
     for a, b in (
         ("first/evaluations@1", "second/evaluations@latest"),
@@ -146,7 +146,7 @@ def test_a_diff_pairs_the_samples_of_a_prompt_where_no_id_is_the_same(store, eva
     evaluated("second", AFTER, prefix="q")
     for kind, changed in (("evaluations", "score"), ("rewards", "reward")):
         runs = ("first", "second") if kind == "evaluations" else ("first.eval", "second.eval")
-        command("diff", *(f"{run}/{kind}@1" for run in runs), "--store", str(store.path))
+        command("diff", *(f"{run}/{kind}@1" for run in runs), "--store", store.url)
         lines = capsys.readouterr().out.splitlines()
         rows = "rows, paired by prompt: 6 in both, 1 only in the first, 1 only in the second"
         assert rows in lines and f"  {changed}: 3 differ" in lines, lines

@@ -30,7 +30,7 @@ def call(store: Store, engine: str = "scripted", **changed) -> Call:
         "rows_per_shard": SHARD,
         "sampling": {"max_tokens": 8, "temperature": 0.7},
     }
-    return Call("generate", {**common, **ENGINES[engine], **changed}, store.path, REFS)
+    return Call("generate", {**common, **ENGINES[engine], **changed}, Path(store.url), REFS)
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +53,12 @@ def store(alone, tmp_path) -> Store:
 
 
 def notes(store: Store) -> list[Path]:
-    return list((store.path / "tiny/rollouts/.work").glob("*.notes/part-*.json"))
+    return list((Path(store.url) / "tiny/rollouts/.work").glob("*.notes/part-*.json"))
 
 
 def held_by(store: Store, worker) -> list[Path]:
     """Shards that this process has leased."""
-    leases = (store.path / "tiny/rollouts/.work").glob("*.leases/shard-*/*")
+    leases = (Path(store.url) / "tiny/rollouts/.work").glob("*.leases/shard-*/*")
     holders = [(path, json.loads(path.read_text() or "{}")) for path in leases]
     return [
         path
@@ -135,7 +135,7 @@ def test_a_later_process_keeps_the_shards_of_those_that_were_killed(store, alone
     names = {json.loads(path.read_bytes())["name"] for path in notes(store)}
     finished = {
         path.name: path.stat().st_ino
-        for path in store.path.glob("tiny/rollouts/.work/*/part-*.arrow")
+        for path in Path(store.url).glob("tiny/rollouts/.work/*/part-*.arrow")
         if path.name in names
     }
     assert find_or_make(call(store, rows_per_shard=17)).cached is False
@@ -146,7 +146,7 @@ def test_a_later_process_keeps_the_shards_of_those_that_were_killed(store, alone
 
 def test_shards_of_another_size_than_their_note_says_are_made_again(store, alone):
     kill_early(store)
-    (cut,) = store.path.glob("tiny/rollouts/.work/*.notes/cut")
+    (cut,) = Path(store.url).glob("tiny/rollouts/.work/*.notes/cut")
     cut.write_bytes(note_of({"rows_per_shard": SHARD + 1}))
     with pytest.raises(CorruptError, match="were asked for") as caught:
         find_or_make(call(store))

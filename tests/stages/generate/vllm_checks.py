@@ -86,7 +86,7 @@ def main() -> None:
     small = {"samples_per_prompt": 2, "rows_per_shard": 7, "sampling": {"max_tokens": 48}}
     prompts = random_prompts(store, 20, low=40, high=70)
     out = {"small": stage_rows(store, policy, prompts, options=options, **small)}
-    names = guessing.write_game(store.path.parent / "game")
+    names = guessing.write_game(Path(store.url).parent / "game")
     turns = {"environment": names["environment"], "max_turns": 4, "max_tokens": 48}
     out["episodes"] = stage_rows(
         store,

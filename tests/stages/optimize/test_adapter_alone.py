@@ -2,6 +2,7 @@
 merged one of the same training is, to all that read it; at some hundredth of the size."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_it_has_no_weights_but_the_adapters_and_is_loaded_as_the_merged_one(stor
             num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
             num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1, eos_token_id=2,
         )  # fmt: skip
-        folder = make_folder(store.path.parent / kind)
+        folder = make_folder(Path(store.url).parent / kind)
         AutoModelForCausalLM.from_config(experts).save_pretrained(folder)
         start = store.open(run_here("policy", {"model": str(folder)}, store, into=kind))
     else:

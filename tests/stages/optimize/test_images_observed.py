@@ -124,7 +124,7 @@ def test_what_was_shown_is_saved_where_its_ids_stand(saved):
         assert heights == sorted(heights), "each picture of an episode is higher than the last"
         marked = sum(turn.count(IMAGE) for turn in ids)
         each = prompts[row["group_id"]]
-        of_one = 16 if "llava" in str(store.path) else 4
+        of_one = 16 if "llava" in store.url else 4
         assert marked == of_one * len(row["images"] or [])
         assert each["prompt_ids"].count(IMAGE) == of_one * len(each["images"])
         for turn in row["turns"][:-1]:

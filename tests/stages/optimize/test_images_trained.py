@@ -1,6 +1,8 @@
 """Training on prompts with pictures: logprobs and gradients of the model's own pass, what is
 trained, what a swapped picture gives, and how often a picture is looked at."""
 
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -50,7 +52,7 @@ def make_store(folder, kind: str) -> Store:
 
 
 def score(store: Store, rollouts: str) -> str:
-    config = {"functions": [{"use": f"{store.path.parent}/rewards.py:score"}]}
+    config = {"functions": [{"use": f"{Path(store.url).parent}/rewards.py:score"}]}
     return str(run_here("reward", config, store, rollouts=rollouts))
 
 

@@ -94,7 +94,7 @@ base.PreTrainedTokenizerBase.from_pretrained = base.PreTrainedTokenizerBase.__ca
 from quiver import run_stage
 refs = dict(policy="tiny/policy@0", rollouts="{made[0].ref}", rewards="{made[1].ref}")
 config = dict(device="cpu", learning_rate=1e-3)
-print(run_stage("optimize", config, {str(store.path)!r}, in_process=True, **refs))
+print(run_stage("optimize", config, {store.url!r}, in_process=True, **refs))
 assert "vllm" not in sys.modules and "prefect" not in sys.modules
 """
     done = subprocess.run(
@@ -102,7 +102,7 @@ assert "vllm" not in sys.modules and "prefect" not in sys.modules
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("tiny/policy@1")
-    assert str(_run(Store(store.path), policy, made).ref) == "tiny/policy@1"
+    assert str(_run(Store(Path(store.url)), policy, made).ref) == "tiny/policy@1"
 
 
 def test_bf16_autocast_trains_and_keeps_weights_in_float32(store):

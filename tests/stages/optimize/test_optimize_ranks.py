@@ -154,7 +154,7 @@ def _made(store: Store, case: str) -> dict[str, str]:
             "rewards": "sees/rewards@1",
         }
     if case == "sharded bfloat16 base":
-        folder = make_folder(store.path.parent / "bfloat16")
+        folder = make_folder(Path(store.url).parent / "bfloat16")
         weights = load_file(folder / "model.safetensors")
         narrow = {name: weight.bfloat16() for name, weight in weights.items()}
         save_file(narrow, folder / "model.safetensors", {"format": "pt"})

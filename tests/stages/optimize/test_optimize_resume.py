@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow as pa
@@ -16,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from quiver.schemas.errors import ConfigError, NumericError, ResourceError
 from quiver.stages.core.files import sha256_of as sha256
 from quiver.stages.core.store import Store
+from quiver.stages.core.store.disk import Disk
 from quiver.stages.core.store.notes import note_of
-from quiver.stages.core.store.storage import Storage
 from quiver.stages.optimize import resume, trainer
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config, trained
@@ -89,7 +90,7 @@ def test_ten_steps_are_some_a_kill_and_the_rest_bit_for_bit(store, policy, made,
     resumed = train(into="killed")
     assert steps.count == 10 - saved, "those after the saved one are made again, no more"
     assert_equal(store, whole, resumed)
-    assert not list(store.path.glob("killed/policy/.work/*")), "it goes with the rest"
+    assert not list(Path(store.url).glob("killed/policy/.work/*")), "it goes with the rest"
 
 
 @pytest.mark.parametrize(("chosen", "minutes"), [({"resume_minutes": 40}, 40), ({}, 15)])
@@ -133,12 +134,12 @@ def died(tmp_path_factory):
     trained(store, policy, made, config(**TEN_STEPS), into="whole")
     refs = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref}
     process = multiprocessing.get_context("fork").Process(
-        target=_die_after_six, args=(store.path, refs)
+        target=_die_after_six, args=(Path(store.url), refs)
     )
     process.start()
     process.join()
     assert process.exitcode == 9
-    return store.path, policy.ref, made
+    return Path(store.url), policy.ref, made
 
 
 def _flip(path) -> None:
@@ -184,19 +185,19 @@ DAMAGE = {
 def test_after_kill_9_a_state_that_is_not_whole_is_made_again(died, tmp_path, steps, damage):
     path, policy, made = died
     store = Store(shutil.copytree(path, tmp_path / "store"))
-    folder = next(store.path.glob("killed/policy/.work/*.resume"))
+    folder = next(Path(store.url).glob("killed/policy/.work/*.resume"))
     DAMAGE[damage](next(folder.glob("*.safetensors")), folder / "progress")
     resumed = trained(store, store.open(policy), made, config(**TEN_STEPS), into="killed")
     assert steps.count == (5 if damage == "none" else 10)
     assert_equal(store, store.open("whole/policy@1"), resumed)
-    assert not list(store.path.glob("killed/policy/.work/*.resume"))
+    assert not list(Path(store.url).glob("killed/policy/.work/*.resume"))
 
 
 def test_a_state_on_a_disk_that_fails_for_a_moment_is_kept(died, tmp_path, steps, monkeypatch):
     path, policy, made = died
     store = Store(shutil.copytree(path, tmp_path / "store"))
-    (state,) = store.path.glob("killed/policy/.work/*.resume/*.safetensors")
-    real = Storage.size_and_sha256
+    (state,) = Path(store.url).glob("killed/policy/.work/*.resume/*.safetensors")
+    real = Disk.size_and_sha256
 
     def fail(storage, key):
         if key.endswith(state.name):
@@ -205,7 +206,7 @@ def test_a_state_on_a_disk_that_fails_for_a_moment_is_kept(died, tmp_path, steps
 
     again = partial(trained, store, store.open(policy), made, config(**TEN_STEPS), into="killed")
     with monkeypatch.context() as failing, pytest.raises(ResourceError, match="input/output error"):
-        failing.setattr(Storage, "size_and_sha256", fail)
+        failing.setattr(Disk, "size_and_sha256", fail)
         again()
     assert state.exists()
     assert_equal(store, store.open("whole/policy@1"), again())
@@ -253,7 +254,7 @@ def test_the_rollouts_of_a_step_that_is_not_finite_are_kept(store, policy, made,
     )
     with pytest.raises(NumericError):
         trained(store, policy, made, config(minibatches=4))
-    paths = sorted(store.path.glob("tiny/policy/.not_finite/*.arrow"))
+    paths = sorted(Path(store.url).glob("tiny/policy/.not_finite/*.arrow"))
     table = pa.ipc.open_file(paths[0]).read_all()
     assert 0 < table.num_rows <= 4
     sampled = {row["rollout_id"]: row["old_logprobs"] for row in made[0].table().to_pylist()}

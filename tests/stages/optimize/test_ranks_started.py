@@ -75,7 +75,7 @@ def test_nan_on_one_rank_is_a_step_left_out_on_both(store, refs, config):
     """Three in a row end the stage; a rank that waited for the other would do so for ever."""
     fields = {**config("nan").model_dump(mode="json"), "epochs": 4}
     with pytest.raises(NumericError, match="3 optimizer steps in a row"):
-        run_call(Call("optimize", fields, store.path, refs, where=Where(timeout_seconds=120)))
+        run_call(Call("optimize", fields, Path(store.url), refs, where=Where(timeout_seconds=120)))
     assert store.numbers("tiny", "policy") == [0]
 
 
@@ -92,11 +92,11 @@ def test_a_rank_that_dies_as_it_saves_ends_the_stage_and_the_next_call_goes_on(
     caplog.set_level("INFO", "quiver.stages")
     assert run_stage("optimize", chosen, store, **refs).version == 1
     assert "the training continues after step 0" in caplog.text
-    assert verify(store)[1] == [] and not list(store.path.glob("tiny/policy/.work/*"))
+    assert verify(store)[1] == [] and not list(Path(store.url).glob("tiny/policy/.work/*"))
 
 
 def test_no_rank_outlives_whoever_asked(store, refs, config, tmp_path):
-    asked = json.dumps([str(store.path), config("hang").model_dump(mode="json"), refs])
+    asked = json.dumps([store.url, config("hang").model_dump(mode="json"), refs])
     asking = subprocess.Popen([sys.executable, "-c", SCRIPT, asked])
     pids = [tmp_path / f"pid-{rank}" for rank in (0, 1)]
     deadline = time.monotonic() + 60

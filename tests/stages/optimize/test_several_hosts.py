@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -37,9 +38,9 @@ def start_ranks(store, refs, settings) -> tuple[list[subprocess.Popen], list]:
     """Both ranks, and the files that they log to."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    folder = store.path.parent
+    folder = Path(store.url).parent
     (folder / "rank.py").write_text(RANK)
-    call = json.dumps([str(store.path), settings.model_dump(mode="json"), refs, "two"])
+    call = json.dumps([store.url, settings.model_dump(mode="json"), refs, "two"])
     ranks, logs = [], [folder / f"rank-{rank}.log" for rank in (0, 1)]
     for rank, log in enumerate(logs):
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}

@@ -6,6 +6,7 @@ import io
 import json
 import zlib
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -163,7 +164,7 @@ def test_a_picture_that_is_refused_is_named_by_its_row(store, policy, tmp_path):
         render(store, tmp_path, rows, into="hostile")
     assert "prompt 000001 (row 2 of" in caught.value.object
     assert caught.value.object.endswith(": picture 2")
-    assert not (store.path / "hostile/prompts/v000001").exists()
+    assert not (Path(store.url) / "hostile/prompts/v000001").exists()
 
 
 def cell_of(folder, cell, source="rows.jsonl", **limits):

@@ -254,7 +254,7 @@ def test_finished_shards_are_taken_up(store, policy, tmp_path):
     config = Config(source=write(tmp_path, many), max_prompt_tokens=200)
     with pytest.raises(ConfigError, match=r"has \d+ tokens, 200 tokens are allowed"):
         run(config, store)
-    (part,) = store.path.glob("tiny/prompts/.work/*/part-00000-*.arrow")
+    (part,) = Path(store.url).glob("tiny/prompts/.work/*/part-00000-*.arrow")
     written = part.stat().st_mtime_ns
     with pytest.raises(ConfigError, match="000256"):
         run(config, store)

@@ -2,6 +2,7 @@
 nothing."""
 
 import base64
+from pathlib import Path
 
 import pytest
 
@@ -48,7 +49,7 @@ def rewards(store: Store, **config) -> list[float]:
 
 def test_a_function_gets_pil_images(store):
     """All rows at once, or a row at a time."""
-    file = f"{store.path.parent}/score.py"
+    file = f"{Path(store.url).parent}/score.py"
     assert rewards(store, functions=[{"use": f"{file}:width"}]) == [40, 40, 70, 70, 0, 0]
     verl = {"use": f"{file}:compute_score", "style": "verl"}
     assert rewards(store, functions=[verl]) == [1, 1, 2, 2, 0, 0]
@@ -57,7 +58,7 @@ def test_a_function_gets_pil_images(store):
 def test_the_sources_column_is_images_from_then_on(store):
     columns = store.open("sees/prompts@1").table().schema.field("columns").type
     assert [field.name for field in columns] == ["prompt", "level"]
-    use = f"{store.path.parent}/score.py:asks_for_the_column"
+    use = f"{Path(store.url).parent}/score.py:asks_for_the_column"
     with pytest.raises(ConfigError, match="pictures"):
         rewards(store, functions=[{"use": use}])
 

@@ -3,6 +3,7 @@ rows may fail."""
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -44,7 +45,7 @@ def rollouts(store, sample, tmp_path, monkeypatch) -> Store:
 
 def call(store: Store, *uses: str, **options) -> Call:
     config = {"functions": [{"use": use} for use in uses], "workers": 1, **options}
-    return Call("reward", config, store.path, {"rollouts": "arith/rollouts@1"})
+    return Call("reward", config, Path(store.url), {"rollouts": "arith/rollouts@1"})
 
 
 def require_same(store: Store, other: Store) -> None:
@@ -102,7 +103,7 @@ def test_kill_9_with_an_answer_at_hand(rollouts, tmp_path, record_property, plac
             yield from ()
 
         killed(steps, f"{place}@{time}")
-        folder = store.path / "arith/rewards"
+        folder = Path(store.url) / "arith/rewards"
         noted = [json.loads(note.read_bytes()) for note in folder.glob(".work/*.notes/part-*.json")]
         inodes = {
             note["name"]: next(folder.glob(f".work/*/{note['name']}")).stat().st_ino

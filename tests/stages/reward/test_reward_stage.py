@@ -2,6 +2,7 @@
 rewards anew."""
 
 import statistics
+from pathlib import Path
 
 import pytest
 
@@ -211,7 +212,7 @@ def test_what_may_fail_decides_no_row(store, score, sample):
     rollouts = sample([["boom"] * 4 + ["fine"] * 300], {"answer": [7]})
     with pytest.raises(RewardError, match="1 finished shards are kept"):
         score(rollouts, "mine.py:patient")
-    (shard,) = store.path.glob("arith/rewards/.work/*/part-00000-*.arrow")
+    (shard,) = Path(store.url).glob("arith/rewards/.work/*/part-00000-*.arrow")
     made = shard.stat().st_mtime_ns
     version = score(rollouts, "mine.py:patient", max_invalid=0.02)
     assert version.files.path(shard.name).stat().st_mtime_ns == made

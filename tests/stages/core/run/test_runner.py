@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -38,7 +39,7 @@ def answer_of(tmp_path, **fields):
 
 def test_an_unexpected_error_is_told_as_such(store, tmp_path):
     """Not as a dead process, and not with advice to try again."""
-    call = {"stage": "policy", "store": str(store.path), "into": "a"}
+    call = {"stage": "policy", "store": store.url, "into": "a"}
     code, answer, _ = answer_of(tmp_path, **call, config={"model": 3})
     error = answer["error"]
     assert (code, error["code"], error["object"]) == (2, "E-CONFIG", "stage policy")
@@ -66,7 +67,7 @@ def test_the_caller_says_which_interpreter_has_another_version(store, tmp_path, 
     python = other_python(tmp_path, version)
     model = {"model": str(make_folder(tmp_path / "model"))}
     with pytest.raises(ConfigError) as caught:
-        run_call(Call("policy", model, store.path, into="b", where=Where(python=python)))
+        run_call(Call("policy", model, Path(store.url), into="b", where=Where(python=python)))
     assert caught.value.code == "E-CONFIG"
     assert caught.value.object == f"interpreter {python}"
     assert caught.value.message == f"has Quiver {version}, expected {quiver_version()}"
@@ -74,7 +75,7 @@ def test_the_caller_says_which_interpreter_has_another_version(store, tmp_path, 
 
 
 def test_a_child_refuses_the_call_of_another_version(store, tmp_path):
-    call = {"stage": "policy", "store": str(store.path), "into": "a", "config": {"model": "x"}}
+    call = {"stage": "policy", "store": store.url, "into": "a", "config": {"model": "x"}}
     code, answer, _ = answer_of(tmp_path, **call, quiver="0.0.1")
     assert (code, answer["error"]["code"]) == (2, "E-CONFIG")
     assert answer["error"]["object"] == f"interpreter {sys.executable}"
@@ -83,14 +84,16 @@ def test_a_child_refuses_the_call_of_another_version(store, tmp_path):
 
 
 def test_a_typed_error_crosses_the_process(store):
-    call = Call("policy", {"model": str(store.path / "nowhere")}, store.path, into="b")
+    call = Call("policy", {"model": str(Path(store.url) / "nowhere")}, Path(store.url), into="b")
     with pytest.raises(ConfigError, match="there is no such directory") as caught:
         run_call(call)
     assert caught.value.next == "correct policy.model"
 
 
 def test_finished_work_is_found_without_a_child(store, tmp_path):
-    call = Call("policy", {"model": str(make_folder(tmp_path / "model"))}, store.path, into="b")
+    call = Call(
+        "policy", {"model": str(make_folder(tmp_path / "model"))}, Path(store.url), into="b"
+    )
     assert find_outcome(call) is None
     first = run_call(call)
     assert (first.ref, first.cached) == ("b/policy@0", False)
@@ -101,16 +104,16 @@ def test_finished_work_is_found_without_a_child(store, tmp_path):
 
 
 def test_what_can_not_be_shared_or_is_no_stage_says_so(store, policy):
-    call = Call("policy", {"model": str(store.path)}, store.path, into="c", share=True)
+    call = Call("policy", {"model": store.url}, Path(store.url), into="c", share=True)
     with pytest.raises(ConfigError, match=r"cannot be shared|config\.json"):
         find_or_make(call)
     with pytest.raises(ConfigError, match="expected one of policy, prompt"):
-        find_outcome(Call("promt", {}, store.path))
+        find_outcome(Call("promt", {}, Path(store.url)))
 
 
 def test_a_stage_that_knows_no_ranks_is_refused_to_the_second_one(store, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    call = Call("policy", {"model": str(make_folder(tmp_path))}, store.path, into="a")
+    call = Call("policy", {"model": str(make_folder(tmp_path))}, Path(store.url), into="a")
     with pytest.raises(ConfigError, match="cannot be shared among ranks"):
         find_or_make(call)
 
@@ -128,7 +131,7 @@ def second_rank(store, monkeypatch):
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setattr(runner, "load_stage", lambda name: stage)
         monkeypatch.setattr(runner.time, "sleep", sleep)
-        return find_or_make(Call("logprobs", {}, store.path, force=force), store).ref
+        return find_or_make(Call("logprobs", {}, Path(store.url), force=force), store).ref
 
     return start
 
@@ -172,9 +175,9 @@ def test_one_process_does_the_calls_of_all_stages_and_fails_once(tmp_path, monke
     make_folder(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"question": "What is 1 plus 5?"}\n')
     store = Store(tmp_path / "store")
-    policy = Call("policy", {"model": str(tmp_path / "model")}, store.path, into="a")
+    policy = Call("policy", {"model": str(tmp_path / "model")}, Path(store.url), into="a")
     config = {"source": str(tmp_path / "rows.jsonl"), "prompt": "question"}
-    prompt = Call("prompt", config, store.path, {"policy": "a/policy@0"}, into="a", force=True)
+    prompt = Call("prompt", config, Path(store.url), {"policy": "a/policy@0"}, into="a", force=True)
     started = []
     monkeypatch.setattr(
         stage_process,
@@ -186,5 +189,5 @@ def test_one_process_does_the_calls_of_all_stages_and_fails_once(tmp_path, monke
         refs = [run_call(call).ref for call in (policy, prompt, prompt)]
         assert refs == ["a/policy@0", "a/prompts@1", "a/prompts@2"]
         with pytest.raises(ConfigError, match="there is no such"):
-            run_call(Call("policy", {"model": str(tmp_path / "none")}, store.path, into="b"))
+            run_call(Call("policy", {"model": str(tmp_path / "none")}, Path(store.url), into="b"))
     assert len(started) == 1 and started[0].process.poll() is not None

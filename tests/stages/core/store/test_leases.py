@@ -10,14 +10,15 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from quiver.schemas.errors import QuiverError
 from quiver.stages.core.store import leases as module
+from quiver.stages.core.store.disk import Disk
 from quiver.stages.core.store.leases import Leases
-from quiver.stages.core.store.storage import Storage
 from tests.faults.failing import failing
 from tests.faults.seam import watched
 from tests.stages.core.store.test_sharing import KIND, require_one, work_on, write_all
@@ -32,12 +33,12 @@ FORK = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def leases(tmp_path) -> Leases:
-    return Leases(Storage(tmp_path), "leases")
+    return Leases(Disk(tmp_path), "leases")
 
 
 def test_a_lease_whose_taking_failed_is_free_at_once(tmp_path):
     """Its object is there already, and names this process."""
-    leases = Leases(Storage(tmp_path), "key.leases")
+    leases = Leases(Disk(tmp_path), "key.leases")
     with failing("lease.taken:raise=5"), pytest.raises(OSError, match="Input/output error"):
         leases.take("work")
     assert leases.names() == ["work"]
@@ -274,9 +275,9 @@ def test_equal_process_numbers_in_two_namespaces_are_two_processes(leases, short
     """A process of a container has the number of another one here: it is not dead for that."""
     code = (
         "import os, sys, time; from pathlib import Path\n"
-        "from quiver.stages.core.store import leases, storage\n"
+        "from quiver.stages.core.store import disk, leases\n"
         "leases.SECONDS_BETWEEN_RENEWALS = 0.1\n"
-        "lease = leases.Leases(storage.Storage(Path(sys.argv[1])), 'leases').take('work')\n"
+        "lease = leases.Leases(disk.Disk(Path(sys.argv[1])), 'leases').take('work')\n"
         "print(os.getpid(), flush=True); time.sleep(60)\n"
     )
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -328,6 +329,8 @@ def test_a_commit_that_slept_too_long_makes_no_second_version(store, short_lived
 def test_nothing_of_leases_stays_after_a_commit(store):
     with work_on(store, share=False) as work:
         write_all(work, 1)
-        assert [path.name for path in (store.path / KIND / ".work").glob("*.leases/*")] == ["work"]
+        assert [path.name for path in (Path(store.url) / KIND / ".work").glob("*.leases/*")] == [
+            "work"
+        ]
         work.commit()
     require_one(store)

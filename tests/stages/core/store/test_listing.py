@@ -4,6 +4,7 @@ import builtins
 import re
 import shutil
 import zlib
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from quiver.schemas.errors import ConflictError
 from quiver.schemas.manifest import canonical, digest
 from quiver.schemas.plain import read_json
 from quiver.stages.core.store import Store
-from quiver.stages.core.store import storage as storage_module
+from quiver.stages.core.store import disk as disk_module
 from quiver.stages.core.store.retention import put_aside, remove
 from tests.faults.seam import watched
 from tests.stages.core.store.test_store import Settings, commit
@@ -23,17 +24,17 @@ def commits(store, *seeds):
 
 
 def index_of(store):
-    return store.path / "a/logprobs/.index"
+    return Path(store.url) / "a/logprobs/.index"
 
 
 def test_few_files_are_opened_with_many_versions_as_with_few(store, monkeypatch):
     """To find a version, and to commit one."""
     counts = []
     opened, read = [], []
-    real_open, real_read = builtins.open, storage_module.Storage.read
+    real_open, real_read = builtins.open, disk_module.Disk.read
     monkeypatch.setattr(builtins, "open", lambda *a, **b: opened.append(a) or real_open(*a, **b))
     monkeypatch.setattr(
-        storage_module.Storage, "read", lambda *a, **b: read.append(a) or real_read(*a, **b)
+        disk_module.Disk, "read", lambda *a, **b: read.append(a) or real_read(*a, **b)
     )
     for number in (3, 12):
         while len(store.numbers("a", "logprobs")) < number:
@@ -86,7 +87,7 @@ def test_the_index_is_made_anew_from_the_manifests(store, damage):
 def test_versions_that_come_or_go_by_hand_are_seen(store):
     version = commits(store, 0, 1, 2)[1]
     folder, run_key = version.files.folder, version.manifest.run_key
-    elsewhere = store.path.with_name("elsewhere")
+    elsewhere = Path(store.url).with_name("elsewhere")
     shutil.move(folder, elsewhere)
     assert store.find("a", "logprobs", run_key) is None
     shutil.move(elsewhere, folder)
@@ -97,10 +98,10 @@ def test_versions_are_seen_beside_an_older_copy_that_was_put_back(store):
     """`cp -a` brings the folder's old modification time and the old index."""
     commits(store, 0)
     store.find("a", "logprobs", "0" * 64)
-    copy = store.path.with_name("copy")
-    shutil.copytree(store.path, copy)
+    copy = Path(store.url).with_name("copy")
+    shutil.copytree(Path(store.url), copy)
     (second,) = commits(store, 1)
-    shutil.copytree(copy, store.path, dirs_exist_ok=True)
+    shutil.copytree(copy, Path(store.url), dirs_exist_ok=True)
     assert store.find("a", "logprobs", second.manifest.run_key).ref == second.ref
     assert [ref.version for ref, _ in store.summaries("a", "logprobs")] == [1, 2]
 
@@ -162,7 +163,7 @@ def test_a_number_is_given_once(store, is_lost):
     commits(store, 0, 1, 2)
     remove(store, "a/logprobs@3")
     if is_lost:
-        shutil.rmtree(store.path / "a/logprobs/v000003")
+        shutil.rmtree(Path(store.url) / "a/logprobs/v000003")
     index_of(store).unlink(missing_ok=True)
     (again,) = commits(store, 2)
     assert str(again.ref) == "a/logprobs@4" and commits(store, 3)[0].ref.version == 5
@@ -185,7 +186,7 @@ def test_a_version_that_is_made_again_has_a_new_number_and_the_same_content(stor
 def test_a_version_that_one_look_at_the_folder_missed_is_seen(store, monkeypatch):
     """POSIX leaves open if a name that is added meanwhile is listed."""
     commits(store, 0, 1)
-    real = storage_module.Storage.list
+    real = disk_module.Disk.list
     looks = []
 
     def look(self, prefix):
@@ -197,32 +198,32 @@ def test_a_version_that_one_look_at_the_folder_missed_is_seen(store, monkeypatch
     for missed in range(1, 12):
         looks.clear()
         with monkeypatch.context() as patch:
-            patch.setattr(storage_module.Storage, "list", look)
+            patch.setattr(disk_module.Disk, "list", look)
             (version,) = commits(store, missed + 10)
         assert version.ref.version == missed + 2
 
 
 def test_the_highest_number_may_have_more_digits(store):
     for name in ("v000999", "v0001000", "v999999.expired", "v0000001", "v1000001.txt"):
-        (store.path / "a/logprobs" / name).mkdir(parents=True)
+        (Path(store.url) / "a/logprobs" / name).mkdir(parents=True)
     assert str(commits(store, 1)[0].ref) == "a/logprobs@1000000"
-    assert Store(store.path).numbers("a", "logprobs") == [999, 1_000_000]
+    assert Store(Path(store.url)).numbers("a", "logprobs") == [999, 1_000_000]
 
 
 def test_no_version_is_committed_where_no_number_is_left(store):
     """A copy by hand has the highest number."""
     (first,) = commits(store, 0)
-    shutil.copytree(first.files.folder, store.path / "a/logprobs/v999999999999")
+    shutil.copytree(first.files.folder, Path(store.url) / "a/logprobs/v999999999999")
     with pytest.raises(ConflictError, match="has the highest number") as caught:
         commits(store, 1)
-    assert caught.value.next == f"move {store.path}/a/logprobs/v999999999999* away"
-    shutil.rmtree(store.path / "a/logprobs/v999999999999")
+    assert caught.value.next == f"move {Path(store.url)}/a/logprobs/v999999999999* away"
+    shutil.rmtree(Path(store.url) / "a/logprobs/v999999999999")
     assert commits(store, 1)[0].ref.version == 2
 
 
 def test_a_copy_of_a_version_under_another_number_is_neither(store):
     (first,) = commits(store, 0)
-    shutil.copytree(first.files.folder, store.path / "a/logprobs/v000009")
+    shutil.copytree(first.files.folder, Path(store.url) / "a/logprobs/v000009")
     assert store.find("a", "logprobs", first.manifest.run_key).ref == first.ref
     assert "its number is 1" in store.summaries("a", "logprobs")[1][1].error
     assert put_aside(store, "a/logprobs@9").version == 9

@@ -4,6 +4,7 @@ nothing is taken away for what cannot be read."""
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,9 +36,9 @@ def full(store, monkeypatch) -> Store:
 
 
 def replace(store: Store, place: str, wrong: str) -> None:
-    path = store.path / place
+    path = Path(store.url) / place
     if path.exists():
-        shutil.move(path, store.path.with_name("moved away"))
+        shutil.move(path, Path(store.url).with_name("moved away"))
     WRONG[wrong](path)
 
 

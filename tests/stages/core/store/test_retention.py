@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +21,10 @@ from quiver.flows.verification import verify
 from quiver.schemas.errors import ConflictError, CorruptError, LineageError
 from quiver.schemas.manifest import digest
 from quiver.stages.core.store import Store, marks, retention
+from quiver.stages.core.store.disk import Disk
 from quiver.stages.core.store.leases import Owner
 from quiver.stages.core.store.listing import EXPIRED, REMOVED
 from quiver.stages.core.store.retention import Rule, collect, find_kept, remove
-from quiver.stages.core.store.storage import Storage
 from quiver.stages.model import checkpoints
 from tests.faults.seam import watched
 from tests.faults.sizes import sizes
@@ -106,24 +107,24 @@ def test_tags_hold_what_they_point_at_and_what_they_would_go_back_to(store):
 def test_what_cannot_be_told_stops_it(store):
     line(store)
     store.tag("a", "prod", "a/policy@1")
-    before, entry = visible(store), store.path / "a/tags/prod/000001.json"
+    before, entry = visible(store), Path(store.url) / "a/tags/prod/000001.json"
     entry.write_text("{")
     for apply in (False, True):
         with pytest.raises(CorruptError, match="tag prod"):
             collect(store, ALL, apply=apply)
     entry.unlink()
-    (store.path / "a/policy/v000003/manifest.json").write_text("{")
+    (Path(store.url) / "a/policy/v000003/manifest.json").write_text("{")
     with pytest.raises(CorruptError, match="a/policy@3"):
         collect(store, ALL, apply=True)
-    assert visible(store) == before and list(store.path.glob("*/*/v*.expired*")) == []
+    assert visible(store) == before and list(Path(store.url).glob("*/*/v*.expired*")) == []
 
 
 def test_damaged_versions_stay(store):
     line(store)
-    (store.path / "a/logprobs/v000001/manifest.json").write_text("{")
-    elsewhere = store.path.with_name("elsewhere")
-    shutil.move(store.path / "a/logprobs/v000002", elsewhere)
-    (store.path / "a/logprobs/v000002").symlink_to(elsewhere)
+    (Path(store.url) / "a/logprobs/v000001/manifest.json").write_text("{")
+    elsewhere = Path(store.url).with_name("elsewhere")
+    shutil.move(Path(store.url) / "a/logprobs/v000002", elsewhere)
+    (Path(store.url) / "a/logprobs/v000002").symlink_to(elsewhere)
     collect(store, ALL, apply=True)
     assert visible(store) == [
         *(f"a/logprobs@{number}" for number in (1, 2, 3)),
@@ -136,7 +137,7 @@ def test_what_the_command_says(store, capsys):
     gone = ["a/logprobs@1", "a/logprobs@2", "a/policy@0", "a/policy@1", "a/policy@2"]
 
     def said(**options) -> list[str]:
-        cleaning.gc(keep=1, moments=1, store=str(store.path), **options)
+        cleaning.gc(keep=1, moments=1, store=store.url, **options)
         return capsys.readouterr().out.splitlines()
 
     *rows, last = said(grace_hours=24)
@@ -176,7 +177,7 @@ def test_by_default_only_optimizer_state_goes(store):
 def age(store: Store, hours: float) -> None:
     """Let all marks be of so many hours ago."""
     at = (datetime.now(UTC) - timedelta(hours=hours)).isoformat()
-    for path in store.path.glob("*/*/v*.expired*"):
+    for path in Path(store.url).glob("*/*/v*.expired*"):
         fields = {**json.loads(path.read_bytes()), "at": at}
         del fields["checksum"]
         path.write_text(json.dumps({**fields, "checksum": digest(fields)}))
@@ -196,7 +197,7 @@ def test_data_stay_for_a_day_where_nobody_says_another(store, clean):
     collect(store, Rule(keep=1), apply=True)
     for hours, is_there in ((23.9, True), (24.1, False)):
         age(store, hours)
-        clean(str(store.path))
+        clean(store.url)
         assert bool(expired_files(store)) == is_there
 
 
@@ -262,9 +263,9 @@ def test_what_expired_says_so_and_is_seen_by_its_manifest_where_that_is_asked(st
 
 def test_finding_what_expired_reads_as_few_objects_however_many_did(store, monkeypatch):
     keys = []
-    read = Storage.read
+    read = Disk.read
     monkeypatch.setattr(
-        Storage, "read", lambda self, key, *most: keys.append(key) or read(self, key, *most)
+        Disk, "read", lambda self, key, *most: keys.append(key) or read(self, key, *most)
     )
     counts = []
     for number in (4, 16):
@@ -435,7 +436,7 @@ def test_a_tag_that_moves_while_its_version_is_marked_goes_back(store, monkeypat
     store.tag("a", "prod", "a/logprobs@2")
     ref = store.resolve("a/logprobs@1")
     act = lambda: marks.write(store.storage, ref, EXPIRED, "gc")  # noqa: E731
-    when_called(monkeypatch, Storage, "put_if_absent", act, call=1, before=True)
+    when_called(monkeypatch, Disk, "put_if_absent", act, call=1, before=True)
     with pytest.raises(LineageError, match="expired"):
         store.tag("a", "prod", ref)
     assert store.tagged("a", "prod") == "a/logprobs@2" and verify(store)[1] == []
@@ -480,7 +481,7 @@ def test_several_at_once(store):
         make_table(store, number)
     context = multiprocessing.get_context("fork")
     workers = [
-        context.Process(target=lambda: collect(Store(store.path), ALL, apply=True))
+        context.Process(target=lambda: collect(Store(Path(store.url)), ALL, apply=True))
         for _ in range(3)
     ]
     for worker in workers:
@@ -507,15 +508,15 @@ def leave_work(store: Store, number: int) -> str:
         "    work.write(0, table(0))\n"
         "    os._exit(0)\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(store.path)], check=True)
-    (key,) = {path.name.split(".")[0] for path in (store.path / "a/logprobs/.work").iterdir()}
+    subprocess.run([sys.executable, "-c", code, store.url], check=True)
+    (key,) = {path.name.split(".")[0] for path in (Path(store.url) / "a/logprobs/.work").iterdir()}
     return key
 
 
 def test_unfinished_work_that_was_given_up_goes_after_the_grace_time(store):
     make_table(store, 1)
     run_key = leave_work(store, 2)
-    work = store.path / "a/logprobs/.work"
+    work = Path(store.url) / "a/logprobs/.work"
     assert collect(store, Rule(), apply=True).work == []
     lease = next((work / f"{run_key}.0.leases/work").iterdir())
     for path in work.rglob("*"):
@@ -541,11 +542,11 @@ def test_unfinished_work_that_was_given_up_goes_after_the_grace_time(store):
 
 def test_what_is_left_of_work_that_is_done_goes_at_once(store):
     run_key = leave_work(store, 1)
-    work = store.path / "a/logprobs/.work"
-    shutil.copytree(work, store.path.parent / "copy")
+    work = Path(store.url) / "a/logprobs/.work"
+    shutil.copytree(work, Path(store.url).parent / "copy")
     make_table(store, 1)
     shutil.rmtree(work)
-    shutil.move(store.path.parent / "copy", work)
+    shutil.move(Path(store.url).parent / "copy", work)
     ((left, _),) = collect(store, Rule(), apply=True).work
     assert left.run_key == run_key and list(work.iterdir()) == []
 
@@ -567,7 +568,7 @@ def test_a_commit_costs_the_same_whatever_the_dead_left_and_all_of_it_goes(store
                 os.utime(path, (DAY_AGO, DAY_AGO))
 
     changes_of_commit(1)
-    work = store.path / "a/logprobs/.work"
+    work = Path(store.url) / "a/logprobs/.work"
     leave(range(1))
     expected = changes_of_commit(2)
     leave(range(1, count))
@@ -624,7 +625,7 @@ def test_what_a_stage_reads_keeps_what_it_was_made_of_though_both_are_marked(sto
             marks.write(store.storage, store.resolve(ref), EXPIRED, "gc")
         collect(store, ALL, apply=True)
         assert first.table().num_rows == 2
-        assert (store.path / "a/policy/v000000/model.safetensors").exists()
+        assert (Path(store.url) / "a/policy/v000000/model.safetensors").exists()
 
 
 def test_a_damaged_version_and_a_full_disk_do_not_keep_what_is_due(store, monkeypatch):
@@ -666,7 +667,7 @@ def test_abandoned_work_goes_before_its_leases(store):
 
 def test_a_process_of_another_boot_that_fell_silent_is_not_at_work(store):
     key = leave_work(store, 1)
-    folder = store.path / f"a/logprobs/.work/{key}.0.leases"
+    folder = Path(store.url) / f"a/logprobs/.work/{key}.0.leases"
     (path,) = folder.glob("*/*")
     path.write_text(path.read_text().replace(Owner.this_process().boot_id, "another"))
     assert [stage.run_key for stage in retention.stages_at_work(store)] == [key]
@@ -703,18 +704,18 @@ def test_a_mark_that_is_another_versions_deletes_nothing_and_is_told(store, tmp_
     commit(other, Settings(seed=7))
     for name, here in (("mine", store), ("theirs", other)):
         marks.write(here.storage, first.ref, EXPIRED, name)
-    mark = store.path / "a/logprobs/v000001.expired"
+    mark = Path(store.url) / "a/logprobs/v000001.expired"
     copies = {
         "a/logprobs/v000002.expired": mark.read_bytes(),
         "a/logprobs/v000001.expired": (other.path / "a/logprobs/v000001.expired").read_bytes(),
     }
     for key, content in copies.items():
-        (store.path / key).write_bytes(content)
+        (Path(store.url) / key).write_bytes(content)
     collect(store, Rule(grace_seconds=0), apply=True)
     for version in (first, second):
         assert len(list(version.files.folder.glob("*.arrow"))) == 2
     told = " ".join(map(str, verify(store)[1]))
     for key in copies:
         assert key in told
-        (store.path / key).unlink()
+        (Path(store.url) / key).unlink()
     assert visible(store) == ["a/logprobs@1", "a/logprobs@2"] and verify(store)[1] == []

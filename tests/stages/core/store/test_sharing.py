@@ -2,6 +2,7 @@
 who may not join."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -37,7 +38,7 @@ def write_all(work, count):
 
 def require_one(store):
     assert store.numbers("a", "logprobs") == [1] and verify(store) == (1, [])
-    assert list((store.path / KIND / ".work").iterdir()) == []
+    assert list((Path(store.url) / KIND / ".work").iterdir()) == []
 
 
 def test_one_takes_ahead_only_what_leaves_the_others_something(store):

@@ -17,10 +17,10 @@ from safetensors.numpy import save_file
 
 from quiver.schemas.errors import CorruptError
 from quiver.stages.core.files import MOST_BYTES, error_number, replacing
-from quiver.stages.core.store.storage import Storage
+from quiver.stages.core.store.disk import Disk
 from tests.faults.seam import watched
 
-STORAGES = {"posix": Storage}
+STORAGES = {"posix": Disk}
 TOKENS = "0123456789ab", "ba9876543210"
 
 

@@ -28,7 +28,7 @@ from quiver.schemas.manifest import FORMAT, MAX_BYTES, ModelEntry, canonical, di
 from quiver.schemas.refs import Ref
 from quiver.stages.core.config import Config, Runtime
 from quiver.stages.core.run.stage import Plan
-from quiver.stages.core.store import Store, storage
+from quiver.stages.core.store import Store, disk
 from quiver.stages.core.store.writer import open_staging
 from tests.faults.failing import failing
 from tests.faults.seam import watched
@@ -71,7 +71,7 @@ def shard(version, index: int) -> Path:
 
 def staged(store, pattern: str) -> Path:
     """The path of a shard, or a note, of unfinished work."""
-    (path,) = (store.path / "a/logprobs/.work").glob(f"*/{pattern}")
+    (path,) = (Path(store.url) / "a/logprobs/.work").glob(f"*/{pattern}")
     return path
 
 
@@ -128,7 +128,7 @@ def test_other_readers_read_the_files(store):
         == 4
     )
     loaded = datasets.load_dataset(
-        "arrow", data_files=pattern, cache_dir=str(store.path.parent / "cache")
+        "arrow", data_files=pattern, cache_dir=str(Path(store.url).parent / "cache")
     )["train"]
     assert loaded["rollout_id"] == version.to_datasets()["rollout_id"] == ["r0", "r1", "r2", "r3"]
 
@@ -150,7 +150,7 @@ def test_finished_shards_are_taken_up_and_a_changed_one_is_done_again(store):
         assert not work.is_finished(1)
         work.write(1, table(2))
         assert work.commit().manifest.rows == 4
-    assert list((store.path / "a/logprobs/.work").iterdir()) == []
+    assert list((Path(store.url) / "a/logprobs/.work").iterdir()) == []
 
 
 @pytest.mark.parametrize("is_begun", [False, True])
@@ -350,8 +350,8 @@ def test_a_version_moved_elsewhere_is_not_believed(store):
 
 def test_a_linked_version_is_refused(store):
     version = commit(store)
-    (store.path / "b/logprobs").mkdir(parents=True)
-    (store.path / "b/logprobs/v000001").symlink_to(version.files.folder)
+    (Path(store.url) / "b/logprobs").mkdir(parents=True)
+    (Path(store.url) / "b/logprobs/v000001").symlink_to(version.files.folder)
     with pytest.raises(CorruptError, match="is a link"):
         store.open("b/logprobs@1")
 
@@ -377,7 +377,7 @@ def test_two_at_the_same_work_one_is_busy(store):
 
 def test_a_file_of_the_stages_own_that_is_missing_is_not_anothers_work(store):
     with pytest.raises(FileNotFoundError), work_on(store):
-        (store.path.parent / "nowhere").read_bytes()
+        (Path(store.url).parent / "nowhere").read_bytes()
 
 
 @pytest.fixture
@@ -469,19 +469,19 @@ def test_others_may_read_what_a_library_wrote_for_its_owner_alone(store):
 def test_two_that_make_a_store_at_once_agree_on_its_id(tmp_path, monkeypatch):
     path = tmp_path / "new"
     others = []
-    real = storage.make_folder
+    real = disk.make_folder
 
     def make_folder(folder):
         real(folder)
         monkeypatch.undo()
         others.append(Store(path))
 
-    monkeypatch.setattr(storage, "make_folder", make_folder)
+    monkeypatch.setattr(disk, "make_folder", make_folder)
     assert Store(path).id == others[0].id == Store(path).id
 
 
 def unfinished(store, kind: str) -> list[str]:
-    return sorted(path.name for path in (store.path / "a" / kind / ".work").iterdir())
+    return sorted(path.name for path in (Path(store.url) / "a" / kind / ".work").iterdir())
 
 
 def test_nothing_stays_of_a_process_that_died_between_publishing_and_clearing(store):

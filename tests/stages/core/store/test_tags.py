@@ -12,7 +12,7 @@ from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, LineageError
 from quiver.schemas.manifest import digest
 from quiver.schemas.refs import parse
-from quiver.stages.core.store import Store, marks, storage, tags
+from quiver.stages.core.store import Store, disk, marks, tags
 from quiver.stages.core.store.listing import EXPIRED
 from tests.faults.seam import watched
 from tests.stages.core.store.test_store import Settings, commit
@@ -28,7 +28,7 @@ def line(store) -> list[tuple[str | None, str]]:
 
 
 def path_of(store, number: int, name: str = "prod") -> Path:
-    return store.path / f"a/tags/{name}/{number:06d}.json"
+    return Path(store.url) / f"a/tags/{name}/{number:06d}.json"
 
 
 def test_every_move_has_its_entry(store, versions):
@@ -158,7 +158,14 @@ def test_of_two_that_move_at_once_one_does(store, versions, same_key):
     workers = [
         context.Process(
             target=_race,
-            args=(store.path, versions[0], target, "night" if same_key else target, start, answers),
+            args=(
+                Path(store.url),
+                versions[0],
+                target,
+                "night" if same_key else target,
+                start,
+                answers,
+            ),
         )
         for target in versions[1:]
     ]
@@ -183,13 +190,13 @@ def test_another_moves_the_tag_between_any_two_looks_at_it(store, versions, monk
         def look(*arguments):
             looks.append(arguments)
             if len(looks) == moment + 1:
-                Store(store.path).tag("a", "prod", second, expected=first, key="night 1")
+                Store(Path(store.url)).tag("a", "prod", second, expected=first, key="night 1")
             return real(*arguments)
 
         return look
 
     for name in ("list", "read"):
-        monkeypatch.setattr(storage.Storage, name, after_another(getattr(storage.Storage, name)))
+        monkeypatch.setattr(disk.Disk, name, after_another(getattr(disk.Disk, name)))
     store.tag("a", "prod", second, expected=first, key="night 1")
     assert line(store) == [(None, first), (first, second)]
 
@@ -288,7 +295,7 @@ def test_what_lies_beside_entries_is_no_entry(store, versions):
     store.tag("a", "prod", versions[0])
     for name in ("000002.json.1-01234567-0123.tmp", "notes.txt", "00003.json", "latest", "x.json"):
         path_of(store, 1).with_name(name).write_text("")
-    (store.path / "a/tags/prod.17-01234567-0123.tmp").write_text("")
+    (Path(store.url) / "a/tags/prod.17-01234567-0123.tmp").write_text("")
     assert store.tagged("a", "prod") == versions[0] and store.tag_names("a") == ["prod"]
     assert verify(store)[1] == []
     store.tag("a", "prod", versions[1])

@@ -1,0 +1,311 @@
+"""Objects in a bucket of S3 (`s3://bucket/prefix`), Google (`gs://…`) or Azure (`az://…`).
+
+The library is obstore. It finds credentials and endpoints as usual (environment variables, roles of
+the machine), and they are never written anywhere.
+
+Objects that a library wants as files are copied to a cache on this host, whole; later reads map the
+copy. A library that writes files gets a folder of the cache, whose files are uploaded one by one.
+
+Shards and policies stay where they were written, in `.data`; a manifest names the place. So a
+version is published by one request, which creates its manifest.
+
+A request whose answer was lost may have been carried out. So after an error, and if an object
+"exists already", it is read again and compared.
+
+Not of the spine: it does what `storage` says, with other means.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import obstore
+from obstore import exceptions
+from obstore.store import from_url
+
+from quiver.schemas.errors import (
+    ConfigError,
+    CorruptError,
+    OutcomeUnknownError,
+    RemoteError,
+    ResourceError,
+    printable,
+    reason,
+)
+from quiver.stages.core.files import MOST_BYTES, replacing, sha256_of
+from quiver.stages.core.threads import map_in_threads
+
+from .storage import Stamp
+
+_AT_ONCE = 1000  # keys in one request to delete
+_IN_USE_SECONDS = 3600.0
+_MOST_TRIES = 3
+CACHE_GIB = "QUIVER_CACHE_GIB"
+DEFAULT_CACHE_GIB = 100.0
+
+
+class Bucket:
+    """Objects by key below one prefix of a bucket; see `Storage`."""
+
+    data_folder = ".data"
+    is_foreign = False
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        try:
+            self._bucket = from_url(url)
+        except (exceptions.BaseError, ValueError) as error:
+            raise ConfigError(
+                f"store {url}",
+                reason(error),
+                next="name a bucket, as in s3://bucket/folder, and give the environment variables "
+                "that its provider's tools read",
+            ) from None
+        home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+        self._caches = home / "quiver/buckets"
+        self._free_bytes = 0.0
+        """Bytes that can be fetched before the size of the cache is measured again."""
+        self._cache = self._caches / hashlib.sha256(url.encode()).hexdigest()[:16]
+
+    @contextmanager
+    def _asking(self, key: str) -> Iterator[None]:
+        """Turn errors of a request about `key` into typed ones. A missing object stays
+        FileNotFoundError, and a failed condition obstore's own error."""
+        name = f"{self.url}/{key}"
+        try:
+            yield
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            raise
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", name) from None
+        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+            raise ResourceError(
+                name,
+                f"the bucket refuses: {_first_line(error)}",
+                next="give this process the right to read, write, list and delete there",
+            ) from None
+        except exceptions.BaseError as error:
+            raise RemoteError(
+                name,
+                f"the bucket does not answer: {_first_line(error)}",
+                state="finished shards and all versions are kept.",
+                next="run the same command again",
+            ) from None
+
+    # -- reading
+
+    def read(self, key: str, most_bytes: int = MOST_BYTES) -> bytes:
+        with self._asking(key):
+            answer = obstore.get(self._bucket, key)
+            size = answer.meta["size"]
+            if size > most_bytes:
+                problem = f"has {size} bytes, at most {most_bytes} are read"
+                raise CorruptError(key, problem, next=f"delete {self.url}/{key}")
+            return bytes(answer.bytes())
+
+    def stamp(self, key: str) -> Stamp | None:
+        with suppress(FileNotFoundError), self._asking(key):
+            return _stamp(obstore.head(self._bucket, key))
+        return None
+
+    def list(self, prefix: str, *, flush: bool = False) -> list[str]:
+        with self._asking(prefix):
+            listed = obstore.list_with_delimiter(self._bucket, prefix or None)
+        paths = [*listed["common_prefixes"], *(entry["path"] for entry in listed["objects"])]
+        return sorted(path.rpartition("/")[2] for path in paths)
+
+    def files(self, prefix: str) -> dict[str, tuple[int, float]]:
+        return {
+            name: (entry["size"], entry["last_modified"].timestamp())
+            for name, entry in sorted(self._entries(prefix).items())
+        }
+
+    def _entries(self, prefix: str) -> dict[str, Mapping[str, Any]]:
+        """Return what the bucket says of each object below `prefix`, by its name from there."""
+        start = len(prefix) + 1 if prefix else 0
+        with self._asking(prefix):
+            chunks = list(obstore.list(self._bucket, prefix or None))
+        return {entry["path"][start:]: entry for chunk in chunks for entry in chunk}
+
+    # -- copies on this host
+
+    def local(self, key: str) -> Path:
+        path = self._cache / key
+        if path.is_file():
+            with self._asking(key):
+                self._fetch(key, obstore.head(self._bucket, key))
+            return path
+        with suppress(FileNotFoundError):
+            if not path.is_dir():
+                self._fetch(key)
+                return path
+        entries = self._entries(key)
+        if not entries:
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", f"{self.url}/{key}")
+        map_in_threads(lambda name: self._fetch(f"{key}/{name}", entries[name]), entries)
+        return path
+
+    def _fetch(self, key: str, entry: Mapping[str, Any] | None = None) -> None:
+        """Copy an object to the cache, unless the copy there is the one that `entry` describes."""
+        path = self._cache / key
+        with suppress(FileNotFoundError):
+            status = path.stat()
+            if entry and (status.st_size, status.st_mtime) == (entry["size"], _time_of(entry)):
+                os.utime(path, (time.time(), status.st_mtime))
+                return
+        with self._asking(key):
+            answer = obstore.get(self._bucket, key)
+            self._make_room(answer.meta["size"])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path, durable=False) as file:
+                for chunk in answer:
+                    file.write(chunk)
+        os.utime(path, (time.time(), _time_of(answer.meta)))
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Delete the copies that were not used for longest, if the cache is full. Those used in the
+        last hour stay: a library may be about to open them."""
+        self._free_bytes -= num_bytes
+        if self._free_bytes >= 0:
+            return
+        copies = []
+        for folder, _, names in os.walk(self._caches):
+            for path in (Path(folder, name) for name in names):
+                with suppress(FileNotFoundError):
+                    status = path.stat()
+                    copies.append((status.st_atime, status.st_size, path))
+        most_bytes = _cache_gib() * 1024**3
+        excess = sum(size for _, size, _ in copies) + num_bytes - 0.9 * most_bytes
+        for used_at, size, path in sorted(copies):
+            if excess <= 0 or time.time() - used_at < _IN_USE_SECONDS:
+                break
+            path.unlink(missing_ok=True)
+            excess -= size
+        self._free_bytes = 0.1 * most_bytes
+
+    # -- writing
+
+    def put_if_absent(
+        self, key: str, data: bytes, *, flush_name: bool = False, durable: bool = True
+    ) -> Stamp | None:
+        failure = None
+        for _ in range(_MOST_TRIES):
+            try:
+                with self._asking(key):
+                    return _stamp(obstore.put(self._bucket, key, bytes(data), mode="create"))
+            except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+                failure = None
+            except RemoteError as error:
+                failure = error
+            there = self._read_back(key, failure)
+            if there is not None:
+                return there[0] if there[1] == bytes(data) else None
+            # not written, or deleted meanwhile
+        raise failure or FileNotFoundError(errno.ENOENT, "it cannot be written", key)
+
+    def _read_back(self, key: str, failure: RemoteError | None) -> tuple[Stamp, bytes] | None:
+        """Read what is there after a write that may have failed. Returns the stamp and the bytes;
+        None if there is no object. Raises OutcomeUnknownError if that cannot be read either."""
+        try:
+            with suppress(FileNotFoundError), self._asking(key):
+                answer = obstore.get(self._bucket, key)
+                return _stamp(answer.meta), bytes(answer.bytes())
+        except RemoteError as error:
+            if failure is None:
+                raise
+            raise OutcomeUnknownError(
+                f"{self.url}/{key}",
+                f"it may have been written, or not: {error.message}",
+                state="what was there before is intact.",
+                next="run the same command again: it looks first",
+            ) from error
+        return None
+
+    def put(
+        self,
+        key: str,
+        data: bytes,
+        stamp: Stamp | None = None,
+        *,
+        flush_name: bool = False,
+        durable: bool = True,
+    ) -> Stamp | None:
+        mode: Any = "overwrite"
+        if stamp is not None:
+            mode = dict(zip(("e_tag", "version"), stamp, strict=False))
+        with self._asking(key):
+            try:
+                return _stamp(obstore.put(self._bucket, key, bytes(data), mode=mode))
+            except (exceptions.PreconditionError, FileNotFoundError):
+                there = self._read_back(key, None)
+                return there[0] if there and there[1] == bytes(data) else None
+
+    def folder(self, prefix: str) -> Path:
+        path = self._cache / prefix
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def put_file(self, key: str) -> tuple[int, str]:
+        path = self._cache / key
+        self._make_room(path.stat().st_size)
+        with self._asking(key):
+            answer = obstore.put(self._bucket, key, path)
+        os.utime(path, (time.time(), _time_of(answer)))  # so it is not fetched again
+        return path.stat().st_size, sha256_of(path)
+
+    def delete(self, *keys: str) -> None:
+        below = []
+        for key in keys:
+            prefix = key.removesuffix("/")
+            is_prefix = prefix != key
+            below += [f"{prefix}/{n}" for n in self._entries(prefix)] if is_prefix else [key]
+            shutil.rmtree(self._cache / prefix, ignore_errors=True)
+        for start in range(0, len(below), _AT_ONCE):
+            with suppress(FileNotFoundError), self._asking(below[start]):
+                obstore.delete(self._bucket, below[start : start + _AT_ONCE])
+
+    # -- versions
+
+    def publish(
+        self, work: str, token: str, target: str, manifest: bytes, sizes: dict[str, int]
+    ) -> bool:
+        there = self.files(work)
+        for name, size in sizes.items():
+            if name not in there or there[name][0] != size:
+                raise FileNotFoundError(errno.ENOENT, "it was taken away", f"{work}/{name}")
+        return self.put_if_absent(f"{target}/manifest.json", manifest) is not None
+
+    def reclaim(self, work: str) -> None:
+        pass
+
+
+def _cache_gib() -> float:
+    """Return the largest size of the cache, in GiB. Raises ConfigError."""
+    text = os.environ.get(CACHE_GIB, str(DEFAULT_CACHE_GIB))
+    with suppress(ValueError):
+        if float(text) > 0:
+            return float(text)
+    problem = f"{printable(text)} is not a number above 0"
+    raise ConfigError(CACHE_GIB, problem, next=f"export {CACHE_GIB}={DEFAULT_CACHE_GIB:g}")
+
+
+def _stamp(answer: Mapping[str, Any]) -> Stamp:
+    return tuple(filter(None, (answer["e_tag"], answer["version"])))
+
+
+def _time_of(answer: Mapping[str, Any]) -> int:
+    """Return the modification time that a copy of this object has, which stands for its stamp."""
+    e_tag = (answer["e_tag"] or "").strip('"')
+    return int(hashlib.sha256(e_tag.encode()).hexdigest()[:7], 16)
+
+
+def _first_line(error: Exception) -> str:
+    return printable(str(error).strip().partition("\n")[0])
