@@ -491,8 +491,7 @@ def save_policy(model: PreTrainedModel | None, parent: Version, folder: Path) ->
     if model is not None:
         model.save_pretrained(folder, max_shard_size=FILE_BYTES)
     for name in CARRIED_FILES if model is not None else ("config.json", *CARRIED_FILES):
-        original = parent.files.path(name)
-        if original.is_file():
-            shutil.copyfile(original, folder / name)
+        if name in parent.files.names:
+            shutil.copyfile(parent.files.path(name), folder / name)
         else:
             (folder / name).unlink(missing_ok=True)

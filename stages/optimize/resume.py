@@ -98,9 +98,9 @@ class SavedProgress:
         from safetensors.torch import load_file
 
         key = f"{self._prefix}/{PROGRESS}"
-        if self._storage.stamp(key) is None:
-            return None
         note = read_note(self._storage, key)
+        if note is None and PROGRESS not in self._storage.list(self._prefix):
+            return None
         if note is None:
             raise ValueError("its note is not what was written")
         file = f"{self._prefix}/{note['file']}"

@@ -67,9 +67,9 @@ def find_version(plan: Plan) -> Version | None:
     stage's `accept`.
     """
     kind = plan.kinds[-1]
-    version = plan.already_made or plan.store.find(plan.run, kind, plan.run_key)
+    listing = plan.listing
+    version = plan.already_made or plan.store.find(plan.run, kind, plan.run_key, listing=listing)
     if version is None:
-        listing = plan.store.listing(plan.run, plan.kinds[-1])
         only = plan.only_number
         if only in listing.numbers and only not in listing.find(plan.run_key):
             raise ConflictError(

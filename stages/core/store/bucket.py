@@ -20,10 +20,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +47,16 @@ from quiver.stages.core.threads import map_in_threads
 
 from .storage import Stamp
 
-_AT_ONCE = 1000  # keys in one request to delete
+_AT_ONCE = 256  # keys in one request to delete
+_PROVIDERS = ("AWS", "AZURE", "GOOGLE")
+_TIMEOUT = "120s"
+"""For one request, with its body: a shard of a few hundred MB."""
+_RETRIES = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
+"""A request cannot be interrupted by a signal, and is sent again only within this time."""
 _IN_USE_SECONDS = 3600.0
 _MOST_TRIES = 3
+_REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+_STATUS_REFUSED = re.compile(r"\b40[134] [A-Z]")
 CACHE_GIB = "QUIVER_CACHE_GIB"
 DEFAULT_CACHE_GIB = 100.0
 
@@ -61,7 +70,10 @@ class Bucket:
     def __init__(self, url: str) -> None:
         self.url = url
         try:
-            self._bucket = from_url(url)
+            # obstore reads no environment for the client's options if one of them is given
+            allowed = {os.environ.get(f"{name}_ALLOW_HTTP", "").lower() for name in _PROVIDERS}
+            client = {"timeout": _TIMEOUT, "allow_http": "true" in allowed}
+            self._bucket = from_url(url, client_options=client, retry_config=_RETRIES)
         except (exceptions.BaseError, ValueError) as error:
             raise ConfigError(
                 f"store {url}",
@@ -71,6 +83,10 @@ class Bucket:
             ) from None
         home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
         self._caches = home / "quiver/buckets"
+        self._manifests: dict[str, bytes] = {}
+        """Manifests that this process has read; they never change."""
+        self._fetched: set[str] = set()
+        """Keys of files that this process has fetched, or compared with the bucket."""
         self._free_bytes = 0.0
         """Bytes that can be fetched before the size of the cache is measured again."""
         self._cache = self._caches / hashlib.sha256(url.encode()).hexdigest()[:16]
@@ -86,13 +102,15 @@ class Bucket:
             raise
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", name) from None
-        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise ResourceError(
-                name,
-                f"the bucket refuses: {_first_line(error)}",
-                next="give this process the right to read, write, list and delete there",
-            ) from None
         except exceptions.BaseError as error:
+            # a listing that is refused has no type of its own
+            if isinstance(error, _REFUSED) or _STATUS_REFUSED.search(str(error)):
+                raise ResourceError(
+                    name,
+                    f"the bucket refuses: {_first_line(error)}",
+                    next="give this process the right to read, write, list and delete there; and "
+                    "look if the bucket exists",
+                ) from None
             raise RemoteError(
                 name,
                 f"the bucket does not answer: {_first_line(error)}",
@@ -103,20 +121,20 @@ class Bucket:
     # -- reading
 
     def read(self, key: str, most_bytes: int = MOST_BYTES) -> bytes:
+        if key in self._manifests:
+            return self._manifests[key]
         with self._asking(key):
             answer = obstore.get(self._bucket, key)
             size = answer.meta["size"]
             if size > most_bytes:
                 problem = f"has {size} bytes, at most {most_bytes} are read"
                 raise CorruptError(key, problem, next=f"delete {self.url}/{key}")
-            return bytes(answer.bytes())
+            raw = bytes(answer.bytes())
+        if key.endswith("/manifest.json"):
+            self._manifests[key] = raw
+        return raw
 
-    def stamp(self, key: str) -> Stamp | None:
-        with suppress(FileNotFoundError), self._asking(key):
-            return _stamp(obstore.head(self._bucket, key))
-        return None
-
-    def list(self, prefix: str, *, flush: bool = False) -> list[str]:
+    def list(self, prefix: str) -> list[str]:
         with self._asking(prefix):
             listed = obstore.list_with_delimiter(self._bucket, prefix or None)
         paths = [*listed["common_prefixes"], *(entry["path"] for entry in listed["objects"])]
@@ -139,6 +157,8 @@ class Bucket:
 
     def local(self, key: str) -> Path:
         path = self._cache / key
+        if key in self._fetched and path.exists():
+            return path
         if path.is_file():
             with self._asking(key):
                 self._fetch(key, obstore.head(self._bucket, key))
@@ -151,11 +171,13 @@ class Bucket:
         if not entries:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", f"{self.url}/{key}")
         map_in_threads(lambda name: self._fetch(f"{key}/{name}", entries[name]), entries)
+        self._fetched.add(key)
         return path
 
     def _fetch(self, key: str, entry: Mapping[str, Any] | None = None) -> None:
         """Copy an object to the cache, unless the copy there is the one that `entry` describes."""
         path = self._cache / key
+        self._fetched.add(key)
         with suppress(FileNotFoundError):
             status = path.stat()
             if entry and (status.st_size, status.st_mtime) == (entry["size"], _time_of(entry)):
@@ -241,12 +263,18 @@ class Bucket:
         mode: Any = "overwrite"
         if stamp is not None:
             mode = dict(zip(("e_tag", "version"), stamp, strict=False))
+        self._fetched.discard(key)
         with self._asking(key):
             try:
                 return _stamp(obstore.put(self._bucket, key, bytes(data), mode=mode))
-            except (exceptions.PreconditionError, FileNotFoundError):
+            except FileNotFoundError:
+                return None
+            except exceptions.PreconditionError:
                 there = self._read_back(key, None)
                 return there[0] if there and there[1] == bytes(data) else None
+
+    def flush(self, prefix: str) -> None:
+        pass
 
     def folder(self, prefix: str) -> Path:
         path = self._cache / prefix
@@ -262,12 +290,15 @@ class Bucket:
         return path.stat().st_size, sha256_of(path)
 
     def delete(self, *keys: str) -> None:
+        folders = {key.removesuffix("/") for key in keys if key.endswith("/")}
+        above = {folder.rpartition("/")[0] for folder in folders}
+        # one listing for several folders side by side
+        names = [f"{prefix}/{name}" for prefix in above for name in self._entries(prefix)]
         below = []
         for key in keys:
-            prefix = key.removesuffix("/")
-            is_prefix = prefix != key
-            below += [f"{prefix}/{n}" for n in self._entries(prefix)] if is_prefix else [key]
-            shutil.rmtree(self._cache / prefix, ignore_errors=True)
+            below += [n for n in names if n.startswith(key)] if key.endswith("/") else [key]
+            shutil.rmtree(self._cache / key, ignore_errors=True)
+        self._fetched.difference_update(below, folders)
         for start in range(0, len(below), _AT_ONCE):
             with suppress(FileNotFoundError), self._asking(below[start]):
                 obstore.delete(self._bucket, below[start : start + _AT_ONCE])
@@ -281,7 +312,11 @@ class Bucket:
         for name, size in sizes.items():
             if name not in there or there[name][0] != size:
                 raise FileNotFoundError(errno.ENOENT, "it was taken away", f"{work}/{name}")
-        return self.put_if_absent(f"{target}/manifest.json", manifest) is not None
+        key = f"{target}/manifest.json"
+        if self.put_if_absent(key, manifest) is None:
+            return False
+        self._manifests[key] = manifest
+        return True
 
     def reclaim(self, work: str) -> None:
         pass
@@ -298,7 +333,9 @@ def _cache_gib() -> float:
 
 
 def _stamp(answer: Mapping[str, Any]) -> Stamp:
-    return tuple(filter(None, (answer["e_tag"], answer["version"])))
+    # Google has numbers of generations
+    version = answer["version"] or ""
+    return (answer["e_tag"], version) if version.isdecimal() else (answer["e_tag"],)
 
 
 def _time_of(answer: Mapping[str, Any]) -> int:

@@ -70,24 +70,9 @@ class Disk:
             raise CorruptError(key, problem, next=f"move {path} away")
         return path.read_bytes()
 
-    def stamp(self, key: str) -> Stamp | None:
-        try:
-            status = self.local(key).stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                return None
-            raise
-        # a restored copy has the old modification time, but not the old change time
-        return str(status.st_mtime_ns), str(status.st_ctime_ns), str(status.st_ino)
-
-    def list(self, prefix: str, *, flush: bool = False) -> list[str]:
+    def list(self, prefix: str) -> list[str]:
         self._require_no_link(f"{prefix}/")
         path = self.local(prefix)
-        if flush:
-            with storage_errors(prefix), contextlib.suppress(FileNotFoundError):
-                sync(path)
         try:
             names = sorted(os.listdir(path))
             # the search is slow for ten thousand names
@@ -143,7 +128,7 @@ class Disk:
                     return None
                 if flush_name:
                     sync(path.parent)
-                return self.stamp(key)
+                return self._stamp(key)
         raise FileNotFoundError(errno.ENOENT, "its folder cannot be made", str(path))
 
     def put(
@@ -160,7 +145,7 @@ class Disk:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():  # not ours
                 self.delete(key)
-        elif self.stamp(key) != stamp:
+        elif self._stamp(key) != stamp:
             return None
         try:
             with replacing(path, durable=durable) as file:
@@ -171,7 +156,18 @@ class Disk:
             return None
         if flush_name:
             sync(path.parent)
-        return self.stamp(key)
+        return self._stamp(key)
+
+    def _stamp(self, key: str) -> Stamp | None:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            status = self.local(key).stat()
+            # a restored copy has the old modification time, but not the old change time
+            return str(status.st_mtime_ns), str(status.st_ctime_ns), str(status.st_ino)
+        return None
+
+    def flush(self, prefix: str) -> None:
+        with storage_errors(prefix), contextlib.suppress(FileNotFoundError):
+            sync(self.local(prefix))
 
     def folder(self, prefix: str) -> Path:
         path = self.local(prefix)

@@ -137,15 +137,12 @@ class Lease:
     def _write(self, link: Link) -> bool:
         """Replace the object; return False if it is gone. If another process took the lease, that
         one's object has a higher number, so this changes nothing."""
-        for _ in range(2):
-            if self._stamp is None and self.is_held():  # chown changes the stamp, too
-                self._stamp = self._storage.stamp(self._key)
-            if self._stamp is None:
-                break
-            self._stamp = self._storage.put(self._key, link.encode(), self._stamp, durable=False)
-            if self._stamp is not None:
-                return True
-        return False
+        raw = link.encode()
+        if self._stamp is not None:
+            self._stamp = self._storage.put(self._key, raw, self._stamp, durable=False)
+        if self._stamp is None and self.is_held():  # chown changes the stamp, too
+            self._stamp = self._storage.put(self._key, raw, durable=False)
+        return self._stamp is not None
 
     def release(self) -> None:
         """Release the lease, so that another process can take it at once."""
@@ -252,9 +249,11 @@ class Leases:
         first = None
         while True:
             lease = self.take(name)
-            top = self.top(name)
-            if lease is not None or top is None:
+            if lease is not None:
                 return lease
+            top = self.top(name)
+            if top is None:
+                return None
             first = first or top
             if top != first:
                 return None

@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import Manifest, from_json
@@ -105,7 +105,7 @@ class Listing:
         gone = sorted(self.marks[REMOVED] | self.marks[EXPIRED], reverse=True)
         if not gone or not numbers:
             return numbers
-        lines, _ = self._lines()
+        lines, _ = self._lines
         first_of = {_run_key(lines[number]): number for number in gone if number in lines}
 
         def place(number: int) -> tuple[int, int]:
@@ -116,17 +116,18 @@ class Listing:
 
     def summaries(self) -> list[Summary]:
         """Return the summary of every version, rising."""
-        lines, torn = self._lines()
+        lines, torn = self._lines
         return sorted([*map(_parse, lines.values()), *torn], key=lambda summary: summary.number)
 
     def find(self, run_key: str) -> list[int]:
         """Return the numbers of all versions with this run key, rising."""
-        lines, torn = self._lines()
+        lines, torn = self._lines
         for summary in torn:
             log.warning("%s is passed over: %s", self._folder, summary.error)
         key = f" {run_key} ".encode()
         return sorted(number for number, line in lines.items() if key in line)
 
+    @cached_property
     def _lines(self) -> tuple[Mapping[int, bytes], list[Summary]]:
         """Return a line for each manifest that can be read, by number, and the torn ones."""
         index = b""
@@ -139,7 +140,7 @@ class Listing:
             lines = {number: lines[number] for number in self.numbers if number in lines}
             lines |= {one.number: one.line() for one in summaries if not one.error}
             # their process may have died before its own flush
-            self._storage.list(self._folder, flush=True)
+            self._storage.flush(self._folder)
             text = b"".join(b"%s\n" % lines[number] for number in sorted(lines))
             # without write permission, the store is read without an index
             with suppress(OSError, CorruptError):

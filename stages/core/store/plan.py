@@ -10,6 +10,7 @@ from typing import Any
 from quiver.schemas.manifest import ModelEntry, digest
 from quiver.stages.core.config import Config
 
+from .listing import Listing
 from .versions import Store, Version
 
 
@@ -59,10 +60,15 @@ class Plan:
         )
 
     @cached_property
+    def listing(self) -> Listing:
+        """The versions of the last kind when the call began."""
+        return self.store.listing(self.run, self.kinds[-1])
+
+    @cached_property
     def attempt(self) -> int:
-        """Number of versions with this run key that existed when the work began. So a repeat never
+        """Number of versions with this run key that existed when the call began. So a repeat never
         touches the data of an earlier version."""
-        return len(self.store.listing(self.run, self.kinds[-1]).find(self.run_key))
+        return len(self.listing.find(self.run_key))
 
     @property
     def work(self) -> str:

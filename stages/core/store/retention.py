@@ -140,8 +140,10 @@ class Kept:
 def folders_of(store: Store) -> Iterator[str]:
     """Yield the keys in the store that must be folders, or absent."""
     others = {*filter(NAME.fullmatch, store.storage.list(""))} - {*store.runs(), "store.json"}
-    for name in sorted(others):  # a run that is a link has kinds
-        if any(store.storage.stamp(f"{name}/{kind}") for kind in KINDS):
+    for name in sorted(others):
+        try:
+            store.storage.files(name)
+        except CorruptError:  # a run that is a link
             yield name
     for run in store.runs():
         yield f"{run}/tags"

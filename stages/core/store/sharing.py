@@ -44,7 +44,12 @@ class SoleShards:
 
     def begin(self, count: int) -> None:
         """Set the number of shards. Shards that an earlier attempt finished are kept."""
-        self._unfinished = [index for index in range(count) if not self._writer.is_finished(index)]
+        noted = set(self._writer.noted())
+        self._unfinished = [
+            index
+            for index in range(count)
+            if index not in noted or not self._writer.is_finished(index)
+        ]
         self._untaken = list(self._unfinished)
 
     def __iter__(self) -> Iterator[int]:

@@ -52,27 +52,17 @@ class Storage(Protocol):
         may be changed."""
         ...
 
-    def list(self, prefix: str, *, flush: bool = False) -> list[str]:
+    def list(self, prefix: str) -> list[str]:
         """Return the names directly below `prefix`, sorted; empty if it does not exist.
 
-        Objects being written are not listed, nor what a killed process left of one.
-
-        Args:
-            flush: flush the names first, which other processes may just have made, so that what is
-                built on them does not outlive them.
-
-        Raises:
-            CorruptError: `prefix`, or a name above it, exists and is not a folder of the store.
+        Objects being written are not listed, nor what a killed process left of one. Raises
+        CorruptError if `prefix`, or a name above it, exists and is not a folder of the store.
         """
         ...
 
     def files(self, prefix: str) -> dict[str, tuple[int, float]]:
         """Return the size in bytes, and the time of the last write in seconds since 1970, of every
         object below `prefix`, by its name from there, sorted. Raises CorruptError as `list`."""
-        ...
-
-    def stamp(self, key: str) -> Stamp | None:
-        """Return the object's stamp, or None if there is no object."""
         ...
 
     # -- writing
@@ -102,6 +92,11 @@ class Storage(Protocol):
         For `flush_name` and `durable`, see `put_if_absent`. Returns its new stamp; None if the
         object was replaced or deleted meanwhile.
         """
+        ...
+
+    def flush(self, prefix: str) -> None:
+        """Flush the names directly below `prefix`, which other processes may just have made, so
+        that what is built on them does not outlive them."""
         ...
 
     def folder(self, prefix: str) -> Path:
@@ -168,10 +163,10 @@ def open_storage(url: str) -> Storage:
     return Disk(Path(url))
 
 
-def list_numbers(storage: Storage, prefix: str, *, flush: bool = False) -> list[int]:
+def list_numbers(storage: Storage, prefix: str) -> list[int]:
     """Return the numbers of objects directly below `prefix`, named `000001` or `000001.json`,
     rising."""
-    names = (name.removesuffix(".json") for name in storage.list(prefix, flush=flush))
+    names = (name.removesuffix(".json") for name in storage.list(prefix))
     return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
 

@@ -98,7 +98,7 @@ class Tag:
             is_there = entries and (before, entries[-1].content_hash) == (target, content_hash)
             if is_decided or (is_there and not key):
                 # another process may not have flushed it yet
-                self._storage.list(self._prefix, flush=True)
+                self._storage.flush(self._prefix)
                 return None
             at = datetime.now(UTC).isoformat(timespec="milliseconds")
             entry = Entry(

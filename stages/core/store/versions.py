@@ -113,7 +113,7 @@ class VersionFiles:
             return mark.files[name].encode()
         self._version.verify(name)
         try:
-            return self._storage.read(f"{self._prefix}/{name}")
+            return self.path(name).read_bytes()
         except FileNotFoundError:
             raise self._version.missing(name) from None
 
@@ -184,7 +184,7 @@ class Version:
             except LineageError:
                 if name or self.mark:
                     raise
-        map_in_threads(self._verify_file, unchecked)
+        self._verify_files(unchecked)
 
     def require(self, name: str) -> None:
         """Raise LineageError if file `name` expired, or, if empty, the whole version. `verify`
@@ -195,6 +195,12 @@ class Version:
         error = marks.gone_error(self._storage, self.ref, names)
         if error is not None:
             raise error
+
+    def _verify_files(self, entries: list[FileEntry]) -> None:
+        if len(entries) > 1 and len(entries) == len(self.manifest.files):
+            with suppress(FileNotFoundError):  # told for each file below
+                self._storage.local(self.manifest.prefix)  # all at once
+        map_in_threads(self._verify_file, entries)
 
     def _verify_file(self, entry: FileEntry) -> None:
         name = entry.name
@@ -241,8 +247,7 @@ class Version:
                 break
             entries.append(entry)
         self.require("")
-        unchecked = [entry for entry in entries if entry.name not in self._checked]
-        map_in_threads(self._verify_file, unchecked)
+        self._verify_files([entry for entry in entries if entry.name not in self._checked])
         if self._storage.is_foreign:
             from .arrow_check import require_parseable
 
@@ -288,9 +293,11 @@ class Store:
             self.url = locate(path)
             self.url.encode()
             self.storage = open_storage(self.url)
-            if self.storage.stamp("store.json") is None:
+            try:
+                self.id = self._read_marker()
+            except FileNotFoundError:
                 self._create(create)
-            self.id = self._read_marker()
+                self.id = self._read_marker()
         except QuiverError:
             raise
         # RuntimeError: an unknown home, or a loop of links
@@ -398,10 +405,9 @@ class Store:
         """
         parsed = refs.parse(ref, run)
         if isinstance(parsed.version, int):
-            names = [REMOVED]
-            if not self.sees_expired and not self._is_saved_by_tag(parsed):
-                names.append(EXPIRED)
-            error = marks.gone_error(self.storage, parsed, names)
+            error = marks.gone_error(self.storage, parsed, [REMOVED])
+            if error is None and not self.sees_expired and self._expired(parsed):
+                error = marks.gone_error(self.storage, parsed, [EXPIRED])
             if error is not None:
                 twin = self._twin(parsed)
                 if twin is None:
@@ -428,12 +434,16 @@ class Store:
             raise self._nowhere(parsed, problem)
         return target
 
-    def _is_saved_by_tag(self, ref: Ref) -> bool:
-        """Return True if a version is marked as expired and a tag points at it. Such a version did
-        not expire: the tag was moved to it right before the mark, and its data stay."""
-        if self.storage.stamp(marks.key_of(ref, EXPIRED)) is None:
-            return False
-        return any(self.tagged(ref.run, name) == str(ref) for name in self.tag_names(ref.run))
+    def _expired(self, ref: Ref) -> Mark | None:
+        """Return the mark of a version that expired.
+
+        If a tag points at it, it did not expire: the tag was moved to it right before the mark, and
+        its data stay.
+        """
+        mark = marks.read(self.storage, ref, EXPIRED)
+        if mark and any(self.tagged(ref.run, name) == str(ref) for name in self.tag_names(ref.run)):
+            return None
+        return mark
 
     def _twin(self, ref: Ref) -> Ref | None:
         """Return the version that the same work made again, with the same content, after this one
@@ -456,7 +466,10 @@ class Store:
 
         Raises LineageError or CorruptError.
         """
-        version = self.version(self.resolve(ref, run))
+        resolved = self.resolve(ref, run)
+        # without `sees_expired`, `resolve` refuses what expired
+        mark = self._expired(resolved) if self.sees_expired else None
+        version = Version(resolved, self.storage, mark)
         version.manifest  # noqa: B018  a torn manifest is found here, not later
         return version
 
@@ -490,8 +503,7 @@ class Store:
     def version(self, ref: Ref) -> Version:
         """Return the version with this number, which may be torn or expired. Raises
         CorruptError."""
-        mark = None if self._is_saved_by_tag(ref) else marks.read(self.storage, ref, EXPIRED)
-        return Version(ref, self.storage, mark)
+        return Version(ref, self.storage, self._expired(ref))
 
     def exists(self, ref: Ref) -> bool:
         """Return True if the version is visible, torn or whole. Raises CorruptError."""
@@ -503,7 +515,12 @@ class Store:
 
     def has_manifest(self, ref: Ref) -> bool:
         """Return True if a version's manifest is there, whatever its marks."""
-        return self.storage.stamp(f"{ref.folder}/manifest.json") is not None
+        with suppress(CorruptError):
+            try:
+                self.storage.read(f"{ref.folder}/manifest.json")
+            except FileNotFoundError:
+                return False
+        return True
 
     def _nowhere(self, ref: Ref, why: str) -> LineageError:
         run = ref.run if ref.run in self.runs() else None

@@ -161,8 +161,11 @@ class Writer:
 
     def is_committed(self, listing: Listing | None = None) -> bool:
         """Return True if the version exists by now, or in `listing`, and then set `committed`."""
-        if self.committed is None:
-            self.committed = self._plan.store.find(
+        plan = self._plan
+        listing = listing or plan.store.listing(self.run, self.kind)
+        is_new = listing.given != plan.listing.given or plan.attempt or self.kind != plan.kinds[-1]
+        if self.committed is None and is_new:
+            self.committed = plan.store.find(
                 self.run, self.kind, self.run_key, skip=self._skip, listing=listing
             )
         return self.committed is not None
@@ -192,9 +195,10 @@ class Writer:
         fields = {"rows_per_shard": rows}
         with storage_errors(self._name):
             noted = self.noted()
-            if self.shards.is_sole and not noted:
-                self.delete_note("cut")  # nothing is finished, so nothing binds
-            elif self.read_note("cut") is None:
+            if self.shards.is_sole and not noted:  # nothing is finished, so nothing binds
+                self.write_note("cut", fields)
+                return rows
+            if self.read_note("cut") is None:
                 for index in noted:  # the row count is unknown
                     self.drop(index)
             self._storage.put_if_absent(f"{self.work}.notes/cut", note_of(fields))
@@ -376,7 +380,8 @@ class Writer:
             elif not all(map_in_threads(self._is_whole, self._entries)):
                 problem = "a shard is not what was written"
             else:
-                table = pa.concat_tables(map(self.read, indices))
+                keys = (f"{self._files}/{entry.name}" for entry in self._entries)
+                table = pa.concat_tables(read_table(self._storage, key) for key in keys)
                 if self._ids is not None and self._ids != table["rollout_id"]:
                     problem = "its rows are not those that were asked for"
             if problem:
