@@ -1,4 +1,5 @@
-"""`quiver gc`: list what a store no longer needs, or delete it."""
+"""`quiver gc`: list what a store no longer needs, or delete it. `quiver store copy`: take a store
+elsewhere."""
 
 from __future__ import annotations
 
@@ -73,3 +74,17 @@ def gc(
         f"quiver gc --apply, {grace_hours:g} hours after they expired"
     ]
     say(answer, lines)
+
+
+def copy(
+    source: Annotated[str, typer.Argument(help="folder or URL of the store to copy")],
+    target: Annotated[str, typer.Argument(help="empty folder or URL, or an earlier copy")],
+) -> None:
+    """Copy a store between folders and buckets. Every file is checked on the way. After an
+    interruption, the same command goes on; later, it adds what is new. Unfinished work is left out.
+    """
+    from quiver.stages.core.store.copying import copy as copy_store
+
+    copied = copy_store(open_store(source), target)
+    lines = [f"{copied.versions} versions are in {target}; {size(copied.bytes)} were copied"]
+    say({"versions": copied.versions, "bytes": copied.bytes}, lines)

@@ -81,6 +81,10 @@ def _program(
 
 for _command in COMMANDS:
     app.command(_command.__name__.rstrip("_"))(with_options(_command))
+_store = typer.Typer(help="Take a store elsewhere.", rich_markup_mode=None)
+_store.command("copy")(with_options(cleaning.copy))
+_store.callback()(lambda: None)  # otherwise typer leaves the word `copy` out
+app.add_typer(_store, name="store")
 
 
 def _say_stopped() -> None:

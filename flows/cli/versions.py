@@ -298,7 +298,7 @@ def report(
 ) -> None:
     """Write one HTML file about a whole run. It shows results, curves, answers before and after,
     and lineage."""
-    from quiver.flows.look.stage import write
+    from quiver.flows.look.stage import default_path, write
 
     opened = open_store(store)
     policy = None
@@ -310,7 +310,8 @@ def report(
             )
         policy, run = str(ref), ref.run
         # The report of the run itself is kept.
-        output = output or opened.path / run / f"report-{ref.kind}-{ref.version}.html"
+        name = f"report-{ref.kind}-{ref.version}.html"
+        output = output or default_path(opened.url, run).with_name(name)
     sentences = []
     if beside is not None:
         sentences = _difference(opened, policy or run, check_name(beside, "run"))

@@ -220,7 +220,7 @@ def run_stage(
         for role, ref in refs.items()
         if ref is not None
     }
-    call = Call(stage, fields, opened.path, texts, into, force, share)
+    call = Call(stage, fields, opened.url, texts, into, force, share)
     try:
         outcome = find_or_make(call, opened) if in_process else find_outcome(call) or run_call(call)
     except BusyError as error:

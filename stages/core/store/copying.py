@@ -1,0 +1,118 @@
+"""Copy a store to another place: a folder or a bucket, each way.
+
+Each file is compared with its manifest before and after. A manifest is written after its files, and
+`store.json` last. So a copy that was interrupted is no store yet, and the same call goes on with it.
+Unfinished work is left out; so are data that expired and are gone.
+
+    copied = copy(Store("store"), "s3://bucket/rl")
+
+Not of the spine: `quiver store copy` is the only caller.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+
+from quiver.schemas.errors import ConfigError, ConflictError, CorruptError
+from quiver.schemas.manifest import FileEntry
+from quiver.schemas.refs import KINDS, Ref
+from quiver.stages.core.files import storage_errors
+from quiver.stages.core.threads import map_in_threads
+
+from . import marks
+from .storage import Storage, locate, open_storage, size_and_sha256
+from .versions import Store, Version
+
+
+@dataclass
+class Copied:
+    """Result of a copy."""
+
+    versions: int = 0
+    """Versions in the copy, by their manifests."""
+    bytes: int = 0
+    """Bytes of files that were copied; those that were there already do not count."""
+
+
+def copy(source: Store, target: str) -> Copied:
+    """Copy all versions, marks and tags to a folder or bucket.
+
+    Args:
+        target: path or URL; it must be empty, hold a copy of this store, or one that was
+            interrupted.
+
+    Raises:
+        ConfigError: `target` is another store.
+        CorruptError: a version of the source is torn.
+        ConflictError: an object of the copy differs from the source's.
+    """
+    url = locate(target)
+    storage = open_storage(url)
+    marker = source.storage.read("store.json")
+    with suppress(FileNotFoundError):
+        if storage.read("store.json") != marker:
+            raise ConfigError(f"store {url}", "is another store", next="name an empty folder")
+    copied = Copied()
+    with storage_errors(f"store {url}"):
+        # what a tag names was there before the tag
+        entries = [
+            f"{run}/tags/{name}/{entry}"
+            for run in source.runs()
+            for name in source.tag_names(run)
+            for entry in source.storage.list(f"{run}/tags/{name}")
+        ]
+        for run, kind in product(source.runs(), KINDS):
+            listing = source.listing(run, kind)
+            for name, numbers in listing.marks.items():
+                keys = (marks.key_of(Ref(run, kind, number), name) for number in numbers)
+                _copy_objects(source.storage, storage, keys)
+            marked = set().union(*listing.marks.values())
+            for number in listing.numbers:
+                version = Version(Ref(run, kind, number), source.storage)
+                copied.bytes += _copy_version(version, source.storage, storage, number in marked)
+                copied.versions += 1
+        _copy_objects(source.storage, storage, [*entries, "store.json"])
+    return copied
+
+
+def _copy_version(version: Version, source: Storage, target: Storage, is_marked: bool) -> int:
+    """Copy one version, its manifest last; if it is marked, only the files that are there. Returns
+    the bytes of the files that were copied."""
+    manifest = version.manifest
+    there = source.files(manifest.prefix)
+    entries = [entry for entry in manifest.files if entry.name in there or not is_marked]
+
+    def copy_file(entry: FileEntry) -> int:
+        key = f"{manifest.prefix}/{entry.name}"
+        with suppress(FileNotFoundError, CorruptError):
+            if size_and_sha256(target, key) == (entry.bytes, entry.sha256):
+                return 0
+        version.verify(entry.name)
+        file = target.folder(key.rpartition("/")[0]) / key.rpartition("/")[2]
+        shutil.copyfile(version.files.path(entry.name), file)
+        if target.put_file(key) != (entry.bytes, entry.sha256):
+            raise version.corrupt(entry.name, "changed while it was copied")
+        return entry.bytes
+
+    num_bytes = sum(map_in_threads(copy_file, entries))
+    _copy_objects(source, target, [f"{version.ref.folder}/manifest.json"])
+    return num_bytes
+
+
+def _copy_objects(source: Storage, target: Storage, keys: Iterable[str]) -> None:
+    """Copy small objects.
+
+    Raises ConflictError if one is there with other bytes.
+    """
+    for key in keys:
+        raw = source.read(key)
+        if not target.put_if_absent(key, raw, flush_name=True) and target.read(key) != raw:
+            raise ConflictError(
+                f"{target.url}/{key}",
+                "differs from the source",
+                next="copy to an empty folder or bucket",
+            )
