@@ -76,14 +76,14 @@ class Finished(NamedTuple):
     refs: dict[str, Any]
     into: str | None
 
-    def on(self, store: Path, **options: Any) -> Call:
+    def on(self, store: Path | str, **options: Any) -> Call:
         """The call, on this store."""
         config = self.config
         if self.stage == "override":
             rows = Store(store).open(self.refs["rewards"]).table(["rollout_id"]).to_pylist()
             overrides = {rows[index]["rollout_id"]: reward for index, reward in OVERRIDDEN.items()}
             config = {**config, "overrides": overrides}
-        return Call(self.stage, config, store, self.refs, self.into, **options)
+        return Call(self.stage, config, str(store), self.refs, self.into, **options)
 
 
 def call(
@@ -479,7 +479,7 @@ def make_finished(folder: Path) -> None:
         broken = Path("broken")
         if entry.name == "a function that fails":
             broken.touch()
-        outcome = find_or_make(entry.on(Path(store.url), force=entry is CALLS[-1]), store)
+        outcome = find_or_make(entry.on(store.url, force=entry is CALLS[-1]), store)
         broken.unlink(missing_ok=True)
         assert (outcome.ref, outcome.cached) == (entry.ref, False), entry.name
     about = {

@@ -153,7 +153,7 @@ def _quiver(arguments: argparse.Namespace) -> None:
         "options": {"cpu_kv_cache_gib": CACHE_GIB},
     }
     refs = {"prompts": str(prompts.ref), "policy": str(policy.ref)}
-    call = Call("generate", config, Path(store.url), refs, force=True)
+    call = Call("generate", config, store.url, refs, force=True)
     answer_path = arguments.work / "answer.json"
     (arguments.work / "call.json").write_text(json.dumps(call.to_json()))
     sys.argv[1:] = ["generate", str(arguments.work)]

@@ -514,9 +514,7 @@ def models(place: Path, random: Random) -> Cases:
                 "prompt": partial(make, "prompt", rows, **policy),
                 "generate": partial(make, "generate", generate, **policy, **prompts),
                 "load": train,
-                "logprobs": partial(
-                    plan_of, Call("logprobs", {"role": "ref"}, Path(store.url), refs)
-                ),
+                "logprobs": partial(plan_of, Call("logprobs", {"role": "ref"}, store.url, refs)),
             },
             state=lambda: snapshot(model),
             text=lambda: {name: (model / name).read_bytes()[:1500] for name in NAMES},
@@ -524,7 +522,7 @@ def models(place: Path, random: Random) -> Cases:
             in_order=True,
         )
         shutil.rmtree(model)
-        shutil.rmtree(Path(store.url))
+        shutil.rmtree(store.url)
 
 
 # -- the small files of a store: tags, marks, the index, leases, notes, store.json

@@ -208,7 +208,7 @@ def gc_looks_once() -> AbstractContextManager:
     return patch.object(
         retention,
         "find_kept",
-        lambda store, *rule: kept.setdefault(Path(store.url), real(store, *rule)),
+        lambda store, *rule: kept.setdefault(store.url, real(store, *rule)),
     )
 
 

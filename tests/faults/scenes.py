@@ -173,7 +173,7 @@ def _train(plan: Plan, seed: int, starts_over: bool) -> None:
         agree=lambda is_time: is_time,
     )
     progress = SavedProgress(plan, pa.array([]), saves=True)
-    saved = plan.store.storage.stamp(f"{plan.work}.resume/{PROGRESS}") is not None
+    saved = plan.store.storage.local(f"{plan.work}.resume/{PROGRESS}").exists()
     _, begin, _ = progress.load(trainer)
     assert bool(begin) == saved or starts_over, "a saved step is done again"
     for step in range(begin, 3):

@@ -52,7 +52,7 @@ def fill(store: Store) -> None:
 
 
 def free(store: Store) -> int:
-    status = os.statvfs(Path(store.url))
+    status = os.statvfs(store.url)
     return status.f_bavail * status.f_frsize
 
 

@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import shutil
 from itertools import product
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -73,7 +72,7 @@ def test_writers_at_once_get_each_number_once(tmp_path, record_property, writers
     for number in range(rounds):
         store = Store(tmp_path / str(number))
         processes = [
-            context.Process(target=_commit_many, args=(Path(store.url), writer, commits))
+            context.Process(target=_commit_many, args=(store.url, writer, commits))
             for writer in range(writers)
         ]
         for process in processes:

@@ -124,7 +124,7 @@ def test_one_more_iteration_does_only_that(made, finished):
 
 def test_to_go_on_without_the_optimizer_state_is_to_be_asked_for(made, finished):
     """policy@2 is there, since it sampled rollouts@3; its optimizer state is not."""
-    folder = Store("store").path / "tiny/policy/v000002"
+    folder = Path("store/tiny/policy/v000002")
     assert (folder / "model.safetensors").exists() and not (folder / "optimizer").exists()
     recipe = load("recipe.toml", [*QUICK, "optimize.learning_rate=5e-4"])
     before = names()

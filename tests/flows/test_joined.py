@@ -112,7 +112,7 @@ def test_a_group_has_the_numbers_of_its_rollouts(shuffled):
 
 
 def test_only_the_shards_that_are_needed_are_read(shuffled, tmp_path):
-    shutil.copytree(shuffled.path, tmp_path / "store")
+    shutil.copytree(shuffled.url, tmp_path / "store")
     store = Store(tmp_path / "store")
     version = store.open("bench/rollouts@1")
     last = Path(version.files.path(version.files.names[2]))
@@ -137,7 +137,7 @@ def test_a_policy_shows_what_it_learned_from(golden):
 
 def test_advantages_are_those_made_of_the_rewards_that_are_shown(golden, tmp_path):
     """Rollouts@1 were scored twice, and each score was trained on; then one training expired."""
-    shutil.copytree(golden.path, tmp_path / "store")
+    shutil.copytree(golden.url, tmp_path / "store")
     store = Store(tmp_path / "store")
     advantages = {
         "golden/rewards@5": "golden/advantages@1",
@@ -155,7 +155,7 @@ def test_advantages_are_those_made_of_the_rewards_that_are_shown(golden, tmp_pat
 
 
 def test_rewards_that_are_gone_are_not_those_of_another_version(golden, tmp_path):
-    shutil.copytree(golden.path, tmp_path / "store")
+    shutil.copytree(golden.url, tmp_path / "store")
     store = Store(tmp_path / "store")
     shutil.rmtree(Path(store.url) / "golden/rewards/v000005")
     joined = open_joined(store, "golden/advantages@1")
@@ -225,7 +225,7 @@ def rewrite(store: Store, ref: str, change) -> None:
     ids=["a column is missing", "a column is of another type"],
 )
 def test_a_file_of_another_schema_is_told(golden, tmp_path, change):
-    shutil.copytree(golden.path, tmp_path / "store")
+    shutil.copytree(golden.url, tmp_path / "store")
     rewrite(Store(tmp_path / "store"), "golden/rollouts@1", change)
     joined = open_joined(Store(tmp_path / "store"), "golden/rewards@1")
     with pytest.raises(CorruptError, match=r"its column \w+ is missing, or not"):
@@ -233,7 +233,7 @@ def test_a_file_of_another_schema_is_told(golden, tmp_path, change):
 
 
 def test_rollouts_that_are_none_are_refused(golden, tmp_path):
-    shutil.copytree(golden.path, tmp_path / "store")
+    shutil.copytree(golden.url, tmp_path / "store")
     store = Store(tmp_path / "store")
     version = store.open("golden/rewards@1")
     inputs = [entry.model_copy(update={"role": "rollouts"}) for entry in version.manifest.inputs]

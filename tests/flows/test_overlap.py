@@ -6,7 +6,6 @@ import signal
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -110,9 +109,7 @@ def test_what_runs_ahead_ends_with_the_block(store, tmp_path):
 
     def sleep() -> None:
         try:
-            run_call(
-                Call("policy", {"model": model}, Path(store.url), into="slow"), stopped=is_stopped
-            )
+            run_call(Call("policy", {"model": model}, store.url, into="slow"), stopped=is_stopped)
         except Stopped:
             ended.set()
             raise

@@ -80,7 +80,7 @@ def event_of(ref: str) -> dict:
 def finished(store: Store, version: Version, cached: bool = False):
     """What the task of a stage does at its end."""
     outcome = Outcome(str(version.ref), cached, version.manifest.rows, 1.0, {})
-    return lambda: finish(Call("generate", {}, Path(store.url), into="tiny"), outcome)
+    return lambda: finish(Call("generate", {}, store.url, into="tiny"), outcome)
 
 
 # -- assets
@@ -112,7 +112,7 @@ def test_a_new_version_is_an_event_of_its_asset_and_a_cached_one_is_none(store):
 def test_a_version_that_is_not_there_is_said_once_and_fails_nothing(store, caplog):
     gone = Outcome("tiny/rollouts@9", False, 1, 1.0, {})
     with caplog.at_level(logging.WARNING, "quiver"):
-        assert shown(lambda: finish(Call("generate", {}, Path(store.url), into="tiny"), gone)) == {}
+        assert shown(lambda: finish(Call("generate", {}, store.url, into="tiny"), gone)) == {}
     (said,) = [record.getMessage() for record in caplog.records if record.name == "quiver"]
     assert "not on Prefect's pages: the event of tiny/rollouts@9 (LineageError" in said
 
@@ -156,7 +156,7 @@ def wait_for(bar_says: float, key: str) -> None:
 def test_progress_comes_while_the_stage_runs(store, monkeypatch):
     monkeypatch.setattr(progress_module, "SECONDS_BETWEEN", 0.05)
     call, heard, key = (
-        Call("generate", {}, Path(store.url), into="under.way"),
+        Call("generate", {}, store.url, into="under.way"),
         [],
         text.key("progress-generate", "under.way"),
     )
@@ -179,7 +179,7 @@ def test_progress_comes_while_the_stage_runs(store, monkeypatch):
 
 
 def test_a_short_stage_leaves_no_progress_and_a_failed_one_what_it_had(store, monkeypatch):
-    call = Call("generate", {}, Path(store.url), into="short")
+    call = Call("generate", {}, store.url, into="short")
 
     def short() -> None:
         with progress(call, lambda line: None) as on_line:

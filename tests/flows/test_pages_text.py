@@ -290,7 +290,7 @@ def test_policy_page_lineage_and_progress(store, trained):
     lineage = {row["version"]: row["made of"] for row in pages["lineage-tiny"].table}
     assert lineage["tiny/policy@2"] == "policy@1, rollouts@2, rewards@2"
     assert set(lineage) == {"tiny/policy@2", "tiny/rollouts@2", "tiny/rewards@2"}
-    call = Call("optimize", {"minibatches": 2}, Path(store.url))
+    call = Call("optimize", {"minibatches": 2}, store.url)
     done = Outcome(str(second.ref), False, 0, 1.0, second.manifest.metrics)
     refs = [event["payload"]["ref"] for event in version_events(call, done)]
     assert refs == ["tiny/advantages@2", "tiny/updates@2", "tiny/policy@2"]
@@ -444,7 +444,7 @@ def test_the_line_of_a_stage_says_what_has_no_reward():
 def test_without_a_run_of_prefect_there_is_no_page(store):
     """A stage that a shell runs by itself talks to no server."""
     heard = []
-    with progress(Call("generate", {}, Path(store.url)), heard.append) as on_line:
+    with progress(Call("generate", {}, store.url), heard.append) as on_line:
         on_line("generate: 1 of 2 rows")
         assert "progress" not in {thread.name for thread in threading.enumerate()}
     assert heard == ["generate: 1 of 2 rows"]
@@ -529,7 +529,7 @@ def test_bars_begin_at_0(means, bars):
     ],
 )
 def test_lines_of_the_stages(store, stage, config, said, percent):
-    bar = Bar(Call(stage, config, Path(store.url)))
+    bar = Bar(Call(stage, config, store.url))
     for line in said:
         bar.hear(line)
     assert bar.percent == percent

@@ -78,7 +78,7 @@ def test_a_call_travels_whole(store):
     where = Where(pool="gpus", workers=2, python="/v/bin/python", timeout_seconds=5, online=True,
                   slots=2, concurrency_limit="l", resident_engine=True)  # fmt: skip
     refs = {"rollouts": ["a/rollouts@1"]}
-    call = Call("reward", {"functions": []}, Path(store.url), refs, "a", label="a", where=where)
+    call = Call("reward", {"functions": []}, store.url, refs, "a", label="a", where=where)
     sent = Call.from_json(json.loads(json.dumps(for_workers(call).to_json())))
     require_store(sent)
     there = replace(where, pool=None, store_id=store.id, resident_engine=False)

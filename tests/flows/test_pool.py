@@ -9,7 +9,6 @@ import sys
 import time
 import urllib.request
 from dataclasses import replace
-from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -152,7 +151,7 @@ def test_a_pool_without_a_deployment_is_told(place):
 
 def test_another_store_at_the_same_path_is_refused(store, tmp_path):
     asking = Where(store_id="that of the host that asks")
-    call = Call("prompt", {}, Path(store.url), where=asking)
+    call = Call("prompt", {}, store.url, where=asking)
     with pytest.raises(ConfigError, match="another store"):
         require_store(call)
     with pytest.raises(ConfigError, match="no store here"):
@@ -208,7 +207,7 @@ class Pool:
 
     def __init__(self, client, store: Store) -> None:
         self.name = f"hand-{uuid4()}"
-        self.call = Call("generate", {}, Path(store.url))
+        self.call = Call("generate", {}, store.url)
         self._client = client
         client.create_work_pool(WorkPoolCreate(name=self.name, type="process"))
         module_path = EntrypointType.MODULE_PATH

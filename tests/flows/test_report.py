@@ -116,7 +116,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def store(made, tmp_path):
-    shutil.copytree(made.path, tmp_path / "store")
+    shutil.copytree(made.url, tmp_path / "store")
     return Store(tmp_path / "store")
 
 
@@ -168,13 +168,13 @@ def test_foreign_text_is_text_and_nothing_is_fetched(made):
 
 def test_the_same_store_gives_the_same_bytes(store):
     first = report.write(store, "bench").read_bytes()
-    shutil.copytree(Path(store.url), Path(store.url).parent / "elsewhere")
+    shutil.copytree(store.url, Path(store.url).parent / "elsewhere")
     assert report.write(Store(Path(store.url).parent / "elsewhere"), "bench").read_bytes() == first
     other = report.write(store, "bench", Path(store.url).parent / "other.html")
     assert other.read_bytes() == first
     assert verify(store) == (len(list(store.refs())), []), "the report is no part of a version"
     with pytest.raises(ConfigError, match="cannot be written: Is a directory"):
-        report.write(store, "bench", Path(store.url))
+        report.write(store, "bench", store.url)
 
 
 def test_what_is_gone_is_told(store):

@@ -128,7 +128,7 @@ def call(place: Path, number: int, *, resident: bool = True, config=(), **limits
     }
     refs = {"prompts": "tiny/prompts@1", "policy": f"p{number}/policy@0"}
     where = Where(resident_engine=resident, **limits)
-    return Call("generate", config, place / "store", refs, label="tiny", where=where)
+    return Call("generate", config, str(place / "store"), refs, label="tiny", where=where)
 
 
 def engine_info(place: Path, ref: str) -> dict:
@@ -148,7 +148,7 @@ def test_one_engine_answers_for_each_policy_in_turn_as_fresh_ones_do(place, bare
     assert events(place)[-1] == "close"
     stores = [Store(place / "store"), copy(bare, tmp_path_factory.mktemp("fresh"))]
     for number in range(3):
-        ref = run_at(replace(call(place, number, resident=False), store=stores[1].path)).ref
+        ref = run_at(replace(call(place, number, resident=False), store=stores[1].url)).ref
         resident, fresh = (store.open(ref).manifest for store in stores)
         assert resident.run_key == fresh.run_key
         assert resident.content_hash == fresh.content_hash

@@ -87,7 +87,7 @@ def call(place: Path, devices: int | str = "all", **changed) -> Call:
     refs = {"prompts": "tiny/prompts@1", "policy": "tiny/policy@0"}
     config |= changed
     where = Where(devices=devices)
-    return Call("generate", config, place / "store", refs, label="tiny", where=where)
+    return Call("generate", config, str(place / "store"), refs, label="tiny", where=where)
 
 
 def engines(place: Path) -> list[dict]:
@@ -109,7 +109,7 @@ def test_two_processes_on_devices_of_their_own_make_what_one_makes(place, bare, 
     assert {"engine is up  [GPU 0]", "engine is up  [GPU 1]"} <= set(lines)
     alone = copy(bare, tmp_path_factory.mktemp("alone"))
     (place / "wanted").write_text("0")
-    run_call(replace(call(place), store=alone.path))
+    run_call(replace(call(place), store=alone.url))
     one, two = (each.open("tiny/rollouts@1").manifest for each in (alone, store))
     assert (one.content_hash, one.run_key) == (two.content_hash, two.run_key)
     assert (two.metrics["workers"], one.metrics.get("workers", 1)) == (2, 1)

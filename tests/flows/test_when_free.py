@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -44,7 +43,7 @@ def call(store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rollouts = make_rollouts(store, tiny_policy(store), 4, 8, 8, 2, asked=make_prompts(store, 2))
     config = {"functions": [{"use": "slow.py:once"}]}
-    return Call("reward", config, Path(store.url), {"rollouts": str(rollouts.ref)}, label="mine")
+    return Call("reward", config, store.url, {"rollouts": str(rollouts.ref)}, label="mine")
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@ within the audit's limit, vLLM's in float32 and with FP8 weights, and attention 
 alone."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -59,7 +58,7 @@ def sample(store, policy, **values):
         **values,
     }
     refs = {"prompts": str(random_prompts(store, 8).ref), "policy": str(policy.ref)}
-    rollouts = store.open(run_call(Call("generate", config, Path(store.url), refs)).ref)
+    rollouts = store.open(run_call(Call("generate", config, store.url, refs)).ref)
     assert rollouts.manifest.environment["device"] == "cuda"
     return rollouts, world.write_rewards(store, rollouts, world.even_share)
 

@@ -1,8 +1,6 @@
 """One vLLM engine for two policies on a CUDA device: asleep it leaves the device to others, and what
 it samples then is what a fresh engine samples, and what the trainer reproduces."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -37,7 +35,7 @@ def sample(store, policy, *, resident: bool):
     }
     refs = {"prompts": str(random_prompts(store, 8).ref), "policy": str(policy.ref)}
     call = Call(
-        "generate", config, Path(store.url), refs, force=True, where=Where(resident_engine=resident)
+        "generate", config, store.url, refs, force=True, where=Where(resident_engine=resident)
     )
     return store.open(run_call(call).ref)
 

@@ -199,7 +199,7 @@ TARGETS = (
         (f"{STORE}/test_retention.py", f"{FAULTS}/test_full_disk.py"),
     ),
     Target(
-        "stages/core/store/storage.py",
+        "stages/core/store/disk.py",
         (
             f"{STORE}/test_storage.py",
             f"{FAULTS}/test_kill.py",

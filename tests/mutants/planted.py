@@ -27,21 +27,21 @@ FAULTS = "tests/faults"
 PLANTED = (
     Planted(
         "folders_above_are_not_flushed",
-        "stages/core/store/storage.py",
+        "stages/core/store/disk.py",
         "closed, folder.parents[1], self._root):",
         "closed):",
         (f"{FAULTS}/test_power_loss.py::test_every_state_is_whole",),
     ),
     Planted(
         "failed_flush_is_passed_over",
-        "stages/core/store/storage.py",
+        "stages/core/store/disk.py",
         "with storage_errors(prefix), contextlib.suppress(FileNotFoundError):",
         "with contextlib.suppress(OSError):",
         (f"{FAULTS}/test_disk_and_clock.py::test_any_operation_may_fail",),
     ),
     Planted(
         "folder_in_the_way_stays",
-        "stages/core/store/storage.py",
+        "stages/core/store/disk.py",
         "if path.is_dir():  # not ours",
         "if False:  # not ours",
         (f"{FAULTS}/test_corruption.py::test_what_was_staged_is_made_again_whatever_became_of_it",),

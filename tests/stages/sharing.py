@@ -63,7 +63,7 @@ def start(call: Call, count: int, **config) -> list[Worker]:
 
 def copy(store: Store, folder: Path) -> Store:
     """The same store in `folder`, links and all."""
-    return Store(shutil.copytree(Path(store.url), folder / "store"))
+    return Store(shutil.copytree(store.url, folder / "store"))
 
 
 def hashes(store: Store, ref: str) -> dict[str, str]:

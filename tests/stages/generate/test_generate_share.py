@@ -30,7 +30,7 @@ def call(store: Store, engine: str = "scripted", **changed) -> Call:
         "rows_per_shard": SHARD,
         "sampling": {"max_tokens": 8, "temperature": 0.7},
     }
-    return Call("generate", {**common, **ENGINES[engine], **changed}, Path(store.url), REFS)
+    return Call("generate", {**common, **ENGINES[engine], **changed}, store.url, REFS)
 
 
 @pytest.fixture(scope="module")

@@ -396,9 +396,9 @@ def test_kill_9_costs_at_most_one_shard(tmp_path):
     calm, killed = stores
     refs = {"prompts": "tiny/prompts@1", "policy": "tiny/policy@0"}
     stage_run(config(samples_per_prompt=2, rows_per_shard=5), calm, **refs)
-    command = [sys.executable, "-c", SCRIPT, str(killed.path)]
+    command = [sys.executable, "-c", SCRIPT, killed.url]
     child = subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE)
-    work = killed.path / "tiny/rollouts/.work"
+    work = Path(killed.url) / "tiny/rollouts/.work"
     while len(list(work.glob("*.notes/part-*.json"))) < 3:
         assert child.poll() is None
         time.sleep(0.01)

@@ -1,8 +1,6 @@
 """Engine `vllm` on a policy that learned through adapters and a critic: it samples from the adapted
 weights, merged or apart."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from peft import PeftModel
@@ -34,7 +32,7 @@ def sampled(tmp_path_factory):
     )
     ways = [f"{adapted.ref}:merged", f"{adapted.ref}:adapter", f"{alone.ref}:merged"]
     prompts = random_prompts(store, 12)
-    refs = checked("tests.stages.generate.lora_checks", Path(store.url), prompts.ref, *ways)
+    refs = checked("tests.stages.generate.lora_checks", store.url, prompts.ref, *ways)
     return start, adapted, alone, [store.open(ref) for ref in refs]
 
 

@@ -271,7 +271,7 @@ def test_kill_9_changes_no_row(policy, store, names, kills):
     work = Path(store.url) / f"killed-{kills}/rollouts/.work"
     for seconds in np.random.default_rng(0).uniform(0, 0.5, kills):
         found = shards_in(work)
-        child = fork.Process(target=in_a_group_of_its_own, args=(settings, Path(store.url), refs))
+        child = fork.Process(target=in_a_group_of_its_own, args=(settings, store.url, refs))
         child.start()
         while child.is_alive() and shards_in(work) == found:
             time.sleep(0.01)
@@ -279,7 +279,7 @@ def test_kill_9_changes_no_row(policy, store, names, kills):
         os.killpg(child.pid, signal.SIGKILL)
         child.join()
         assert child.exitcode == -signal.SIGKILL
-    run_stage("generate", settings, Store(Path(store.url)), in_process=True, **refs)
+    run_stage("generate", settings, Store(store.url), in_process=True, **refs)
     killed = store.open(f"killed-{kills}/rollouts@1")
     assert [*map(untimed, rows_of(killed))] == [*map(untimed, rows_of(calm))]
 

@@ -1,7 +1,6 @@
 """Engine `vllm` sleeps and takes the next policy: the calls of vLLM, and what it refuses."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -147,7 +146,7 @@ def test_its_cpu_build_is_refused_before_it_starts(store):
 def test_a_real_vllm_takes_weights_and_its_cpu_build_takes_them_wrong(store):
     """Everything except the memory that a GPU gives back. If the CPU's answers become right, the
     refusal above may go."""
-    answers = checked("tests.stages.generate.resident_checks", Path(store.url))
+    answers = checked("tests.stages.generate.resident_checks", store.url)
     assert answers["slept"] and answers["taken"]
     assert answers["second"] != answers["first"], "it is the same model"
     is_right = answers["second"] == [pytest.approx(row, abs=1e-3) for row in answers["fresh"]]

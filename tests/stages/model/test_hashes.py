@@ -149,7 +149,7 @@ def test_a_model_is_hashed_once_to_be_found_and_again_to_be_imported(
 ):
     folder = make_folder(tmp_path / "model")
     config = {"model": str(folder)}
-    call = Call("policy", config, Path(store.url), into="a")
+    call = Call("policy", config, store.url, into="a")
     assert find_outcome(call) is None
     num_files = len(hashed)
     assert find_outcome(call) is None and len(hashed) == num_files

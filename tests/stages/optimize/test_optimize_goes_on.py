@@ -102,7 +102,7 @@ assert "vllm" not in sys.modules and "prefect" not in sys.modules
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().endswith("tiny/policy@1")
-    assert str(_run(Store(Path(store.url)), policy, made).ref) == "tiny/policy@1"
+    assert str(_run(Store(store.url), policy, made).ref) == "tiny/policy@1"
 
 
 def test_bf16_autocast_trains_and_keeps_weights_in_float32(store):

@@ -201,7 +201,7 @@ class Scene:
         `differs`: something else on the second rank."""
         refs = {**self.refs[case], **options.pop("refs", {})}
         usual = {"name": into, "dies": False, "fails": False, "differs": False}
-        store = str(self.stores[case].path)
+        store = self.stores[case].url
         return {**usual, "store": store, "into": into, "config": config, "refs": refs, **options}
 
     def launch(self, size: int, jobs: list[dict]) -> None:

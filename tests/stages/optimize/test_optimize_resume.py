@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from quiver.schemas.errors import ConfigError, NumericError, ResourceError
 from quiver.stages.core.files import sha256_of as sha256
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.disk import Disk
 from quiver.stages.core.store.notes import note_of
 from quiver.stages.optimize import resume, trainer
 from tests.stages.optimize import world
@@ -134,12 +133,12 @@ def died(tmp_path_factory):
     trained(store, policy, made, config(**TEN_STEPS), into="whole")
     refs = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref}
     process = multiprocessing.get_context("fork").Process(
-        target=_die_after_six, args=(Path(store.url), refs)
+        target=_die_after_six, args=(store.url, refs)
     )
     process.start()
     process.join()
     assert process.exitcode == 9
-    return Path(store.url), policy.ref, made
+    return store.url, policy.ref, made
 
 
 def _flip(path) -> None:
@@ -197,7 +196,7 @@ def test_a_state_on_a_disk_that_fails_for_a_moment_is_kept(died, tmp_path, steps
     path, policy, made = died
     store = Store(shutil.copytree(path, tmp_path / "store"))
     (state,) = Path(store.url).glob("killed/policy/.work/*.resume/*.safetensors")
-    real = Disk.size_and_sha256
+    real = resume.size_and_sha256
 
     def fail(storage, key):
         if key.endswith(state.name):
@@ -206,7 +205,7 @@ def test_a_state_on_a_disk_that_fails_for_a_moment_is_kept(died, tmp_path, steps
 
     again = partial(trained, store, store.open(policy), made, config(**TEN_STEPS), into="killed")
     with monkeypatch.context() as failing, pytest.raises(ResourceError, match="input/output error"):
-        failing.setattr(Disk, "size_and_sha256", fail)
+        failing.setattr(resume, "size_and_sha256", fail)
         again()
     assert state.exists()
     assert_equal(store, store.open("whole/policy@1"), again())

@@ -75,7 +75,7 @@ def test_nan_on_one_rank_is_a_step_left_out_on_both(store, refs, config):
     """Three in a row end the stage; a rank that waited for the other would do so for ever."""
     fields = {**config("nan").model_dump(mode="json"), "epochs": 4}
     with pytest.raises(NumericError, match="3 optimizer steps in a row"):
-        run_call(Call("optimize", fields, Path(store.url), refs, where=Where(timeout_seconds=120)))
+        run_call(Call("optimize", fields, store.url, refs, where=Where(timeout_seconds=120)))
     assert store.numbers("tiny", "policy") == [0]
 
 

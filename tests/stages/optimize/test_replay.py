@@ -3,7 +3,6 @@ together, what is refused."""
 
 import shutil
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -44,7 +43,7 @@ def _store_of_two(tmp_path_factory):
     scored_fresh = world.write_rewards(store, fresh, world.even_share)
     versions = {"base": policy, "start": start, "fresh": fresh, "older": older}
     versions |= {"scored": scored, "scored_fresh": scored_fresh}
-    return Path(store.url), {name: version.ref for name, version in versions.items()}
+    return store.url, {name: version.ref for name, version in versions.items()}
 
 
 @pytest.fixture

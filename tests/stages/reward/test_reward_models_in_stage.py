@@ -2,7 +2,6 @@
 nothing is done again."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -76,7 +75,7 @@ def call(store, rollouts, tmp_path):
         "functions": [{"use": "similarity", "arguments": {"model": folder}}],
     }
     refs = {"rollouts": str(rollouts.ref)}
-    return lambda kind: Call("reward", {kind: sections[kind]}, Path(store.url), refs)
+    return lambda kind: Call("reward", {kind: sections[kind]}, store.url, refs)
 
 
 @pytest.mark.parametrize("kind", ["models", "functions"])

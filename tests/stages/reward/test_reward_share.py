@@ -45,7 +45,7 @@ def rollouts(store, sample, tmp_path, monkeypatch) -> Store:
 
 def call(store: Store, *uses: str, **options) -> Call:
     config = {"functions": [{"use": use} for use in uses], "workers": 1, **options}
-    return Call("reward", config, Path(store.url), {"rollouts": "arith/rollouts@1"})
+    return Call("reward", config, store.url, {"rollouts": "arith/rollouts@1"})
 
 
 def require_same(store: Store, other: Store) -> None:
@@ -74,7 +74,7 @@ def test_kill_9_of_one_is_nothing_to_the_other(rollouts, tmp_path):
     other = copy(rollouts, tmp_path / "alone")
     find_or_make(call(other, "mine.py:slow"))
     killed, left = start(call(rollouts, "mine.py:slow"), 2)
-    work = rollouts.path / "arith/rewards/.work"
+    work = Path(rollouts.url) / "arith/rewards/.work"
 
     def has_a_shard(pid: int) -> bool:
         holders = [json.loads(path.read_text() or "{}") for path in work.glob("*.leases/shard-*/*")]

@@ -39,7 +39,7 @@ def test_what_was_finished_is_done_already(store, entry):
 def test_another_config_is_other_work(store):
     entry = next(entry for entry in CALLS if entry.ref == "golden/rollouts@1")
     config = {**entry.config, "seed": 8}
-    assert find_outcome(Call(entry.stage, config, store, entry.refs, entry.into)) is None
+    assert find_outcome(Call(entry.stage, config, str(store), entry.refs, entry.into)) is None
 
 
 def test_the_store_is_whole(store):

@@ -67,7 +67,7 @@ def test_the_caller_says_which_interpreter_has_another_version(store, tmp_path, 
     python = other_python(tmp_path, version)
     model = {"model": str(make_folder(tmp_path / "model"))}
     with pytest.raises(ConfigError) as caught:
-        run_call(Call("policy", model, Path(store.url), into="b", where=Where(python=python)))
+        run_call(Call("policy", model, store.url, into="b", where=Where(python=python)))
     assert caught.value.code == "E-CONFIG"
     assert caught.value.object == f"interpreter {python}"
     assert caught.value.message == f"has Quiver {version}, expected {quiver_version()}"
@@ -84,16 +84,14 @@ def test_a_child_refuses_the_call_of_another_version(store, tmp_path):
 
 
 def test_a_typed_error_crosses_the_process(store):
-    call = Call("policy", {"model": str(Path(store.url) / "nowhere")}, Path(store.url), into="b")
+    call = Call("policy", {"model": str(Path(store.url) / "nowhere")}, store.url, into="b")
     with pytest.raises(ConfigError, match="there is no such directory") as caught:
         run_call(call)
     assert caught.value.next == "correct policy.model"
 
 
 def test_finished_work_is_found_without_a_child(store, tmp_path):
-    call = Call(
-        "policy", {"model": str(make_folder(tmp_path / "model"))}, Path(store.url), into="b"
-    )
+    call = Call("policy", {"model": str(make_folder(tmp_path / "model"))}, store.url, into="b")
     assert find_outcome(call) is None
     first = run_call(call)
     assert (first.ref, first.cached) == ("b/policy@0", False)
@@ -104,16 +102,16 @@ def test_finished_work_is_found_without_a_child(store, tmp_path):
 
 
 def test_what_can_not_be_shared_or_is_no_stage_says_so(store, policy):
-    call = Call("policy", {"model": store.url}, Path(store.url), into="c", share=True)
+    call = Call("policy", {"model": store.url}, store.url, into="c", share=True)
     with pytest.raises(ConfigError, match=r"cannot be shared|config\.json"):
         find_or_make(call)
     with pytest.raises(ConfigError, match="expected one of policy, prompt"):
-        find_outcome(Call("promt", {}, Path(store.url)))
+        find_outcome(Call("promt", {}, store.url))
 
 
 def test_a_stage_that_knows_no_ranks_is_refused_to_the_second_one(store, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    call = Call("policy", {"model": str(make_folder(tmp_path))}, Path(store.url), into="a")
+    call = Call("policy", {"model": str(make_folder(tmp_path))}, store.url, into="a")
     with pytest.raises(ConfigError, match="cannot be shared among ranks"):
         find_or_make(call)
 
@@ -131,7 +129,7 @@ def second_rank(store, monkeypatch):
         monkeypatch.setenv("RANK", "1")
         monkeypatch.setattr(runner, "load_stage", lambda name: stage)
         monkeypatch.setattr(runner.time, "sleep", sleep)
-        return find_or_make(Call("logprobs", {}, Path(store.url), force=force), store).ref
+        return find_or_make(Call("logprobs", {}, store.url, force=force), store).ref
 
     return start
 
@@ -175,9 +173,9 @@ def test_one_process_does_the_calls_of_all_stages_and_fails_once(tmp_path, monke
     make_folder(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"question": "What is 1 plus 5?"}\n')
     store = Store(tmp_path / "store")
-    policy = Call("policy", {"model": str(tmp_path / "model")}, Path(store.url), into="a")
+    policy = Call("policy", {"model": str(tmp_path / "model")}, store.url, into="a")
     config = {"source": str(tmp_path / "rows.jsonl"), "prompt": "question"}
-    prompt = Call("prompt", config, Path(store.url), {"policy": "a/policy@0"}, into="a", force=True)
+    prompt = Call("prompt", config, store.url, {"policy": "a/policy@0"}, into="a", force=True)
     started = []
     monkeypatch.setattr(
         stage_process,
@@ -189,5 +187,5 @@ def test_one_process_does_the_calls_of_all_stages_and_fails_once(tmp_path, monke
         refs = [run_call(call).ref for call in (policy, prompt, prompt)]
         assert refs == ["a/policy@0", "a/prompts@1", "a/prompts@2"]
         with pytest.raises(ConfigError, match="there is no such"):
-            run_call(Call("policy", {"model": str(tmp_path / "none")}, Path(store.url), into="b"))
+            run_call(Call("policy", {"model": str(tmp_path / "none")}, store.url, into="b"))
     assert len(started) == 1 and started[0].process.poll() is not None

@@ -84,7 +84,7 @@ def expired_files(store: Store) -> list[str]:
     """Files of versions that expired or were removed, and of optimizer states that expired."""
     kept = {ref.folder for ref in store.refs()}
     kept |= {f"{parse(ref).folder}/optimizer" for ref in with_state(store)}
-    names = [path.relative_to(Path(store.url)) for path in Path(store.url).glob("*/*/v*/**/*.*")]
+    names = [path.relative_to(store.url) for path in Path(store.url).glob("*/*/v*/**/*.*")]
     names = [name for name in names if name.name != "manifest.json"]
     return [str(name) for name in names if str(name.parent) not in kept]
 

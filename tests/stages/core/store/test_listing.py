@@ -99,9 +99,9 @@ def test_versions_are_seen_beside_an_older_copy_that_was_put_back(store):
     commits(store, 0)
     store.find("a", "logprobs", "0" * 64)
     copy = Path(store.url).with_name("copy")
-    shutil.copytree(Path(store.url), copy)
+    shutil.copytree(store.url, copy)
     (second,) = commits(store, 1)
-    shutil.copytree(copy, Path(store.url), dirs_exist_ok=True)
+    shutil.copytree(copy, store.url, dirs_exist_ok=True)
     assert store.find("a", "logprobs", second.manifest.run_key).ref == second.ref
     assert [ref.version for ref, _ in store.summaries("a", "logprobs")] == [1, 2]
 
@@ -207,7 +207,7 @@ def test_the_highest_number_may_have_more_digits(store):
     for name in ("v000999", "v0001000", "v999999.expired", "v0000001", "v1000001.txt"):
         (Path(store.url) / "a/logprobs" / name).mkdir(parents=True)
     assert str(commits(store, 1)[0].ref) == "a/logprobs@1000000"
-    assert Store(Path(store.url)).numbers("a", "logprobs") == [999, 1_000_000]
+    assert Store(store.url).numbers("a", "logprobs") == [999, 1_000_000]
 
 
 def test_no_version_is_committed_where_no_number_is_left(store):
@@ -216,7 +216,7 @@ def test_no_version_is_committed_where_no_number_is_left(store):
     shutil.copytree(first.files.folder, Path(store.url) / "a/logprobs/v999999999999")
     with pytest.raises(ConflictError, match="has the highest number") as caught:
         commits(store, 1)
-    assert caught.value.next == f"move {Path(store.url)}/a/logprobs/v999999999999* away"
+    assert caught.value.next == f"move {store.url}/a/logprobs/v999999999999* away"
     shutil.rmtree(Path(store.url) / "a/logprobs/v999999999999")
     assert commits(store, 1)[0].ref.version == 2
 

@@ -15,6 +15,7 @@ from quiver.stages.core.store.retention import Rule, collect
 from tests.stages.core.store.histories import make_policy, make_table
 
 PLACES = ["a/tags", "a/tags/prod", "a/logprobs", "a/logprobs/.work"]
+WORDS = {"file": "is not a folder", "dangling link": "is a link", "loop": "is a link"}
 WRONG = {
     "file": lambda path: path.write_text(""),
     "dangling link": lambda path: path.symlink_to("nowhere"),
@@ -52,26 +53,27 @@ def objects(store: Store) -> set[str]:
 def test_verify_tells_and_gc_takes_nothing(full, place, wrong):
     replace(full, place, wrong)
     before = objects(full)
-    (error,) = {str(error) for error in verify(full)[1] if "is not a folder" in str(error)}
+    (error,) = {str(error) for error in verify(full)[1] if WORDS[wrong] in str(error)}
     assert error.startswith(f"E-CORRUPT {place}: ")
-    assert f"Next: move {full.path / place} away" in error
+    assert f" {full.url}/{place} " in error.partition("Next: ")[2]
     for apply in (False, True):
-        with pytest.raises(CorruptError, match="is not a folder"):
+        with pytest.raises(CorruptError, match=WORDS[wrong]):
             collect(full, Rule(keep=1, grace_seconds=0), apply=apply)
     assert objects(full) == before
 
 
 def test_a_run_that_is_a_link_to_nowhere_is_told(full):
-    (full.path / "a").rename(full.path.with_name("another disk"))
-    (full.path / "a").symlink_to("nowhere")
+    path = Path(full.url)
+    (path / "a").rename(path.with_name("another disk"))
+    (path / "a").symlink_to("nowhere")
     assert [error.object for error in verify(full)[1]] == ["a"]
-    with pytest.raises(CorruptError, match="is not a folder"):
+    with pytest.raises(CorruptError, match="is a link"):
         collect(full, Rule(keep=1, grace_seconds=0), apply=True)
 
 
 def test_what_verify_tells_does_not_hide_the_rest(full):
     replace(full, "a/logprobs", "file")
-    (path,) = (full.path / "b/logprobs/v000001").glob("*.arrow")
+    (path,) = Path(full.url).glob("b/logprobs/v000001/*.arrow")
     path.write_bytes(path.read_bytes()[:-1])
     count, errors = verify(full)
     assert count == 4  # three policies, and the table of b
@@ -82,7 +84,7 @@ def test_gc_says_it_as_every_command_does(full, monkeypatch, capsys):
     from quiver.flows.cli import main as cli
 
     replace(full, "a/logprobs/.work", "file")
-    arguments = ["gc", "--keep", "1", "--apply", "--store", str(full.path)]
+    arguments = ["gc", "--keep", "1", "--apply", "--store", full.url]
     monkeypatch.setattr(sys, "argv", ["quiver", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -481,8 +481,7 @@ def test_several_at_once(store):
         make_table(store, number)
     context = multiprocessing.get_context("fork")
     workers = [
-        context.Process(target=lambda: collect(Store(Path(store.url)), ALL, apply=True))
-        for _ in range(3)
+        context.Process(target=lambda: collect(Store(store.url), ALL, apply=True)) for _ in range(3)
     ]
     for worker in workers:
         worker.start()
@@ -707,7 +706,7 @@ def test_a_mark_that_is_another_versions_deletes_nothing_and_is_told(store, tmp_
     mark = Path(store.url) / "a/logprobs/v000001.expired"
     copies = {
         "a/logprobs/v000002.expired": mark.read_bytes(),
-        "a/logprobs/v000001.expired": (other.path / "a/logprobs/v000001.expired").read_bytes(),
+        "a/logprobs/v000001.expired": other.storage.read("a/logprobs/v000001.expired"),
     }
     for key, content in copies.items():
         (Path(store.url) / key).write_bytes(content)

@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from quiver.schemas.errors import CorruptError
 from quiver.stages.core.files import MOST_BYTES, error_number, replacing
 from quiver.stages.core.store.disk import Disk
+from quiver.stages.core.store.storage import list_numbers, read_table, size_and_sha256
 from tests.faults.seam import watched
 
 STORAGES = {"posix": Disk}
@@ -33,35 +34,32 @@ def test_an_object_is_read_as_it_was_written_last(storage):
     storage.put("run/kind/note", b"first")
     storage.put("run/kind/note", b"second, longer")
     assert storage.read("run/kind/note") == b"second, longer"
-    assert storage.size_and_sha256("run/kind/note") == (
-        14,
-        hashlib.sha256(b"second, longer").hexdigest(),
-    )
+    sha256 = hashlib.sha256(b"second, longer").hexdigest()
+    assert size_and_sha256(storage, "run/kind/note") == (14, sha256)
 
 
 def test_an_object_that_is_not_there_is_said_not_to_be(storage):
     storage.put("object", b"")
     for key in ("nowhere", "nowhere/deep", "object/below"):
-        assert storage.stamp(key) is None
-        for ask in (storage.read, storage.size_and_sha256, storage.read_table):
+        for ask in (Disk.read, size_and_sha256, read_table):
             with pytest.raises(FileNotFoundError):
-                ask(key)
-        assert storage.files(key) == {} and storage.changed_at(key) == 0
+                ask(storage, key)
+        assert storage.files(key) == {}
     assert storage.list("nowhere") == storage.list("nowhere/deep") == []
     with pytest.raises(CorruptError, match="is not a folder"):
         storage.list("object/below")
-    assert storage.swap("nowhere", b"", storage.stamp("nowhere")) is None
-    storage.delete("nowhere")
-    storage.delete("nowhere/deep")
+    stamp = storage.put("gone", b"")
+    storage.delete("nowhere", "nowhere/deep", "nowhere/", "gone")
+    assert storage.put("gone", b"", stamp) is None and storage.list("") == ["object"]
 
 
 def test_a_prefix_and_an_object_that_is_too_large_are_no_small_objects(storage):
     storage.put("run/kind", b"x" * (MOST_BYTES + 1))
     with pytest.raises(CorruptError, match=r"has 8388609 bytes, at most 8388608"):
         storage.read("run/kind")
-    for ask in (storage.read, storage.size_and_sha256):
+    for ask in (Disk.read, size_and_sha256):
         with pytest.raises(CorruptError, match="is not a file"):
-            ask("run")
+            ask(storage, "run")
 
 
 def test_an_object_under_way_is_not_seen_and_leaves_nothing_when_it_fails(storage):
@@ -105,9 +103,10 @@ def test_of_many_who_put_an_object_at_once_one_does(storage):
         thread.start()
     for thread in threads:
         thread.join()
-    assert outcomes.count(True) == 1
-    assert storage.put_if_absent("leases/1", b"late") is False
-    assert storage.read("leases/1") == bodies[outcomes.index(True)]
+    (stamp,) = filter(None, outcomes)
+    assert storage.put_if_absent("leases/1", b"late") is None
+    assert storage.read("leases/1") == bodies[outcomes.index(stamp)]
+    assert storage.put("leases/1", b"again", stamp)
     assert storage.list("leases") == ["1"]
 
 
@@ -118,7 +117,7 @@ def test_an_object_is_put_where_another_process_deletes_the_folder_just_then(sto
     def around(call_name, path, call):
         if call_name == "link" and deletions:
             deletions.pop()
-            storage.delete("a/b")
+            storage.delete("a/b/")
         return call()
 
     with watched(around):
@@ -126,38 +125,31 @@ def test_an_object_is_put_where_another_process_deletes_the_folder_just_then(sto
     assert storage.read("a/b/object") == b"bytes"
 
 
-def test_a_swap_changes_what_was_not_changed_since(storage):
-    storage.put("lease", b"same")
-    first = storage.stamp("lease")
-    assert storage.stamp("lease") == first
-    second = storage.swap("lease", b"same", first)
-    assert second == storage.stamp("lease") != first
-    assert storage.swap("lease", b"late", first) is None
-    storage.put("lease", b"again")
-    assert storage.swap("lease", b"late", second) is None
-    assert storage.read("lease") == b"again"
+def test_with_a_stamp_an_object_is_replaced_that_was_not_changed_since(storage):
+    first = storage.put("lease", b"first")
+    second = storage.put("lease", b"second", first)
+    assert storage.put("lease", b"late", first) is None
+    storage.put("lease", b"third")
+    assert storage.put("lease", b"late", second) is None
+    assert storage.read("lease") == b"third"
 
 
 def test_names_are_listed_one_level_or_all(storage):
     for key in ("kind/b/two", "kind/a", "kind/b/deep/000002", "kind/b/deep/000010.json"):
         storage.put(key, b"x")
     assert storage.list("kind") == ["a", "b"]
-    assert storage.list_numbers("kind/b/deep") == [2, 10]
-    assert list(storage.files("kind").items()) == [
-        ("a", 1),
-        ("b/deep/000002", 1),
-        ("b/deep/000010.json", 1),
-        ("b/two", 1),
-    ]
-    newest = storage.local("kind/b/deep/000002").stat().st_mtime + 100
-    os.utime(storage.local("kind/b/deep/000002"), (newest, newest))
-    assert storage.changed_at("kind") == newest
+    assert list_numbers(storage, "kind/b/deep") == [2, 10]
+    files = storage.files("kind")
+    assert list(files) == ["a", "b/deep/000002", "b/deep/000010.json", "b/two"]
+    assert {size for size, _ in files.values()} == {1}
+    os.utime(storage.local("kind/b/deep/000002"), (2**31, 2**31))
+    assert storage.files("kind/b/deep")["000002"] == (1, 2**31)
 
 
 def test_what_is_deleted_is_gone_with_all_below(storage):
     for key in ("kind/v1/manifest", "kind/v2/manifest"):
         storage.put(key, b"")
-    storage.delete("kind/v1")
+    storage.delete("kind/v1/")
     assert storage.list("kind") == ["v2"]
     storage.delete("kind/v2/manifest")
     assert storage.files("kind") == {} and storage.list("kind") == ["v2"]
@@ -171,14 +163,18 @@ def test_what_a_process_left_that_died_while_it_deleted_is_deleted(storage):
 
     storage.put("kind/v1/manifest", b"")
     with watched(die), pytest.raises(KeyboardInterrupt):
-        storage.delete("kind/v1")
+        storage.delete("kind/v1/")
     (name,) = storage.list("kind")
-    assert name.endswith(".gone") and storage.stamp("kind/v1") is None
-    storage.delete(f"kind/{name}")
+    assert name.endswith(".gone")
+    storage.delete(f"kind/{name}/")
     assert storage.list("kind") == []
 
 
 # -- versions
+
+
+def sizes(storage, prefix):
+    return {name: size for name, (size, _) in storage.files(prefix).items()}
 
 
 def publish(storage, token=TOKENS[0], target="kind/v1", **sizes):
@@ -191,10 +187,10 @@ def test_what_is_published_is_there_at_once_and_only_where_nothing_is(storage):
         storage.put("kind/work/weights", b"ww")
         storage.put("kind/work/left-over", b"")
         assert publish(storage, token) is (token == TOKENS[0])
-    assert storage.files("kind/v1") == {"manifest.json": 12, "weights": 2}
+    assert sizes(storage, "kind/v1") == {"manifest.json": 12, "weights": 2}
     assert storage.read("kind/v1/manifest.json") == TOKENS[0].encode()
     assert publish(storage, TOKENS[1], "kind/v2") is True
-    assert storage.files("kind/v2") == {"manifest.json": 12, "weights": 2}
+    assert sizes(storage, "kind/v2") == {"manifest.json": 12, "weights": 2}
     assert storage.list("kind") == ["v1", "v2"]
 
 
@@ -259,22 +255,36 @@ def test_a_table_that_cannot_be_parsed_is_an_arrow_error(storage):
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
     storage.put("part", sink.getvalue())
-    assert storage.read_table("part") == table
+    assert read_table(storage, "part") == table
     storage.put("torn", storage.read("part")[:-20])
     with pytest.raises(pa.ArrowException):
-        storage.read_table("torn")
+        read_table(storage, "torn")
 
 
-def test_a_link_to_elsewhere_is_told(storage, tmp_path):
-    storage.put("object", b"")
-    assert not storage.is_linked("object")
-    storage.local("link").symlink_to(tmp_path.parent)
-    storage.local("loop").symlink_to("loop")
-    assert storage.is_linked("link/object")
-    assert storage.is_linked("loop")
-    for ask in (storage.read, storage.list):
-        with pytest.raises(CorruptError, match="is not a f"):
-            ask("loop")
+@pytest.mark.parametrize("target", ["folder", "nowhere", "link"])
+def test_a_folder_that_is_a_link_is_told(storage, target):
+    storage.put("folder/deep/object", b"")
+    storage.local("link").symlink_to(target)
+    for ask, key in (
+        (storage.list, "link"),
+        (storage.files, "link"),
+        (storage.list, "link/deep"),
+        (storage.files, "link/deep"),
+        (storage.read, "link/deep/object"),
+    ):
+        with pytest.raises(CorruptError, match=r"^E-CORRUPT link: is a link"):
+            ask(key)
+    with pytest.raises(CorruptError, match="is not a file"):
+        storage.read("link")
+
+
+def test_the_store_may_be_in_a_folder_that_is_a_link(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    storage = Disk(tmp_path / "link")
+    storage.put("kind/object", b"")
+    assert storage.list("kind") == list(storage.files("kind")) == ["object"]
+    assert storage.read("kind/object") == b""
 
 
 def test_the_number_of_a_systems_error_is_read_from_what_safetensors_says(tmp_path):

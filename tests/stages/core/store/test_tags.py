@@ -159,7 +159,7 @@ def test_of_two_that_move_at_once_one_does(store, versions, same_key):
         context.Process(
             target=_race,
             args=(
-                Path(store.url),
+                store.url,
                 versions[0],
                 target,
                 "night" if same_key else target,
@@ -190,7 +190,7 @@ def test_another_moves_the_tag_between_any_two_looks_at_it(store, versions, monk
         def look(*arguments):
             looks.append(arguments)
             if len(looks) == moment + 1:
-                Store(Path(store.url)).tag("a", "prod", second, expected=first, key="night 1")
+                Store(store.url).tag("a", "prod", second, expected=first, key="night 1")
             return real(*arguments)
 
         return look
