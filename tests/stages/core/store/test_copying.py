@@ -1,0 +1,275 @@
+"""A store copied from a disk to buckets and back: the same versions, tags and marks; and a copy that
+was interrupted goes on."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import obstore
+import pytest
+from obstore.store import from_url
+
+from quiver.flows.verification import verify
+from quiver.schemas.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    LineageError,
+    QuiverError,
+)
+from quiver.schemas.refs import Ref
+from quiver.stages.core.store import Store, copying
+from quiver.stages.core.store.copying import copy
+from quiver.stages.core.store.listing import EXPIRED, NO_OPTIMIZER, REMOVED
+from quiver.stages.core.store.retention import Rule, collect, remove
+from tests.faults.proxy import DROP_BEFORE, FORWARD, Proxy, answer
+from tests.stages.core.store.histories import make_policy, make_table, visible
+from tests.stages.core.store.test_store import Settings, commit, table, work_on
+
+MARKS = {
+    Ref("a", "policy", 0): EXPIRED,
+    Ref("a", "policy", 1): NO_OPTIMIZER,
+    Ref("a", "logprobs", 2): REMOVED,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_flushing(monkeypatch):
+    """What is written here need not outlive a power loss."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture
+def full(store) -> Store:
+    """A store with tables and policies, a tag that moved, data that expired and are gone, a removed
+    version, and unfinished work."""
+    make_policy(store, 0)
+    make_table(store, 1, models={"policy": make_policy(store, 2)})
+    collect(store, Rule(keep=1, moments=1, grace_seconds=0), apply=True)
+    make_table(store, 3, "b")
+    make_policy(store, 4)
+    collect(store, Rule(keep=None, moments=1, grace_seconds=0), apply=True)
+    commit(store, Settings(seed=1))
+    remove(store, "a/logprobs@2", "not wanted")
+    store.tag("a", "prod", "a/policy@1", why="the first")
+    store.tag("a", "prod", "a/policy@2", why="the second", about={"gain": 0.5})
+    with work_on(store, Settings(seed=9)) as work:
+        work.write(0, table(0))
+    return store
+
+
+def contents(store: Store) -> dict[str, object]:
+    """Everything that a reader can learn from a store, by name."""
+    seen = store.with_expired()
+    told: dict[str, object] = {"id": store.id, "visible": visible(store)}
+    for ref in seen.refs():
+        told[f"{ref} manifest"] = store.storage.read(f"{ref.folder}/manifest.json")
+    for version in store.versions():
+        for name in version.files.names:
+            with suppress(LineageError):
+                told[f"{version.ref} {name}"] = version.files.read(name)
+    for ref, name in MARKS.items():
+        with suppress(FileNotFoundError):
+            told[f"{ref} {name}"] = store.storage.read(f"{ref.folder}.{name}")
+    for run in store.runs():
+        for name in store.tag_names(run):
+            told[f"{run} {name}"] = store.history(run, name)
+    return told
+
+
+def objects(bucket):
+    """The bucket, for another program than Quiver."""
+    return from_url(bucket.url, client_options={"allow_http": True})
+
+
+def is_store(place: str) -> bool:
+    try:
+        Store(place, create=False)
+    except ConfigError:
+        return False
+    return True
+
+
+# -- whole copies
+
+
+def test_a_copy_holds_all_that_a_reader_can_learn(full, bucket, tmp_path):
+    """Also a copy of the copy, in a folder."""
+    expected = contents(full)
+    assert {f"{ref} {name}" for ref, name in MARKS.items()} < expected.keys()
+    copy(full, bucket.url)
+    assert contents(Store(bucket.url, create=False)) == expected
+    copy(Store(bucket.url), str(tmp_path / "back"))
+    assert contents(Store(tmp_path / "back", create=False)) == expected
+
+
+def test_a_copy_from_one_provider_to_another(full, s3_server, az_server, monkeypatch, tmp_path):
+    buckets = [server.make_bucket() for server in (s3_server, az_server)]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for bucket in buckets:
+        for name, text in bucket.environment.items():
+            monkeypatch.setenv(name, text)
+    copy(full, buckets[0].url)
+    copied = copy(Store(buckets[0].url), buckets[1].url)
+    assert copied == copying.Copied(len([*full.with_expired().refs()]) + 1, copied.bytes)
+    assert contents(Store(buckets[1].url)) == contents(full)
+
+
+def test_a_copy_is_whole_and_has_no_unfinished_work(full, bucket):
+    expected, problems = verify(full)
+    copy(full, bucket.url)
+    copied = Store(bucket.url)
+    assert verify(copied) == (expected, problems) and problems == []
+    for run, kind in (("a", "logprobs"), ("a", "policy"), ("b", "logprobs")):
+        assert copied.storage.list(f"{run}/{kind}/.work") == []
+        assert copied.storage.list(f"{run}/{kind}/.data") == []
+
+
+def test_work_that_is_done_is_found_in_a_copy(full, bucket):
+    copy(full, bucket.url)
+    copied = Store(bucket.url)
+    assert make_table(copied, 3, "b").ref == Ref("b", "logprobs", 1)
+    assert copied.written == set()
+
+
+# -- versions whose data lie elsewhere than in their own folder
+
+
+@pytest.fixture
+def folder(bucket, tmp_path) -> Store:
+    """A store that was made in a bucket, in a folder."""
+    store = Store(bucket.url)
+    policy = make_policy(store, 0)
+    make_table(store, 1, models={"policy": policy})
+    make_table(store, 2)
+    copy(store, str(tmp_path / "folder"))
+    return Store(tmp_path / "folder")
+
+
+def test_a_version_of_a_bucket_is_read_in_a_folder(folder):
+    version = folder.open("a/logprobs@1")
+    assert version.manifest.place
+    assert version.table()["rollout_id"].to_pylist() == ["r10", "r11"]
+    assert folder.open("a/policy@0").files.read("model.safetensors") == b"w0"
+    assert make_table(folder, 2).ref == Ref("a", "logprobs", 2) and not folder.written
+
+
+def test_gc_deletes_data_of_a_bucket_s_version_in_a_folder(folder):
+    files = folder.open("a/logprobs@1").files
+    path = files.path(files.names[0])
+    collect(folder, Rule(keep=1, moments=1, grace_seconds=0), apply=True)
+    assert not path.exists()
+    assert folder.open("a/logprobs@2").table().num_rows == 2
+    run_key = folder.with_expired().open("a/logprobs@1").manifest.run_key
+    assert folder.with_expired().find("a", "logprobs", run_key).ref == Ref("a", "logprobs", 1)
+    assert verify(folder)[1] == []
+
+
+def test_gc_deletes_data_of_a_folder_s_version_in_a_bucket(full, bucket):
+    copy(full, bucket.url)
+    there = Store(bucket.url)
+    make_table(there, 30, "b")
+    collect(there, Rule(keep=1, moments=1, grace_seconds=0), apply=True)
+    assert there.storage.list("b/logprobs/v000001") == ["manifest.json"]
+    assert verify(Store(bucket.url))[1] == []
+
+
+# -- interrupted, repeated, refused
+
+
+@pytest.mark.parametrize(
+    ("number", "action"), [(4, answer(403)), (12, DROP_BEFORE), (25, answer(403))]
+)
+def test_an_interrupted_copy_is_no_store_and_goes_on(full, bucket, monkeypatch, number, action):
+    """No file that arrived is sent again."""
+    with Proxy(bucket.endpoint) as proxy:
+        for name, text in bucket.behind(proxy.url).items():
+            monkeypatch.setenv(name, text)
+        requests = proxy.follow(lambda index, *_: FORWARD if index < number else action)
+        with pytest.raises(QuiverError):
+            copy(full, bucket.url)
+        sent = puts(requests[:number])
+        proxy.follow()
+        assert not is_store(bucket.url)
+        requests = proxy.follow()
+        copy(full, bucket.url)
+        assert not {path for path in sent & puts(requests) if path.endswith((".arrow", "tensors"))}
+        assert contents(Store(bucket.url)) == contents(full)
+
+
+def puts(requests) -> set[str]:
+    """Paths of the objects that were put."""
+    return {request.path.partition("?")[0] for request in requests if request.method == "PUT"}
+
+
+def test_a_second_copy_sends_nothing(full, bucket):
+    first = copy(full, bucket.url)
+    assert first.bytes > 0
+    assert copy(full, bucket.url) == copying.Copied(first.versions, 0)
+
+
+def test_a_copy_made_later_adds_what_is_new(full, bucket):
+    first = copy(full, bucket.url)
+    new = make_table(full, 10, "b")
+    full.tag("a", "prod", "a/policy@1", why="back")
+    added = copy(full, bucket.url)
+    assert added == copying.Copied(first.versions + 1, new.manifest.bytes["data"])
+    assert contents(Store(bucket.url)) == contents(full)
+
+
+def test_another_store_is_refused(full, bucket):
+    other = Store(bucket.url)
+    make_table(other, 1)
+    before = contents(other)
+    with pytest.raises(ConfigError, match="another store"):
+        copy(full, bucket.url)
+    assert contents(Store(bucket.url)) == before
+
+
+def test_a_copy_in_which_work_was_done_is_a_conflict(full, bucket):
+    """Its next version has the number that the source gave another one."""
+    copy(full, bucket.url)
+    make_table(Store(bucket.url), 20, "b")
+    make_table(full, 21, "b")
+    with pytest.raises(ConflictError, match="differs from the source"):
+        copy(full, bucket.url)
+    assert Store(bucket.url).open("b/logprobs@2").table()["rollout_id"].to_pylist()[0] == "r200"
+
+
+def test_a_damaged_file_is_not_copied(full, bucket):
+    version = full.open("b/logprobs@1")
+    path = version.files.path(version.files.names[0])
+    damaged = bytearray(path.read_bytes())
+    damaged[100] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(CorruptError, match="b/logprobs@1"):
+        copy(full, bucket.url)
+    assert not is_store(bucket.url)
+    keys = (entry["path"] for chunk in obstore.list(objects(bucket)) for entry in chunk)
+    assert not [key for key in keys if key.startswith("b/logprobs/v")]
+
+
+def test_a_damaged_file_of_the_copy_is_sent_again(full, bucket):
+    copy(full, bucket.url)
+    version = full.open("b/logprobs@1")
+    key = f"{version.ref.folder}/{version.files.names[0]}"
+    size = version.manifest.bytes["data"]
+    obstore.put(objects(bucket), key, b"x" * size)
+    assert copy(full, bucket.url).bytes == size
+    assert contents(Store(bucket.url)) == contents(full)
+
+
+# -- a folder that any tool took to a bucket
+
+
+def test_a_store_goes_on_where_any_tool_copied_its_files(full, bucket):
+    commit_id = full.open("b/logprobs@1").manifest.commit_id
+    for path in Path(full.url).rglob("*"):
+        if path.is_file():
+            obstore.put(objects(bucket), path.relative_to(full.url).as_posix(), path)
+    there = Store(bucket.url, create=False)
+    assert contents(there) == contents(full)
+    assert make_table(there, 3, "b").manifest.commit_id == commit_id
+    assert make_table(there, 50, "b").ref == Ref("b", "logprobs", 2)
+    assert commit(there, Settings(seed=9)).ref == Ref("a", "logprobs", 3), "unfinished work"
+    assert verify(Store(bucket.url))[1] == []
