@@ -40,13 +40,13 @@ from quiver.schemas.errors import (
     RemoteError,
     ResourceError,
     printable,
-    reason,
 )
 from quiver.stages.core.files import MOST_BYTES, replacing, sha256_of
 from quiver.stages.core.threads import map_in_threads
 
 from .storage import Stamp
 
+_URL = re.compile(r"(s3|gs|az)://[\w.-]+(/[^?#]*)?")
 _AT_ONCE = 256  # keys in one request to delete
 _PROVIDERS = ("AWS", "AZURE", "GOOGLE")
 _TIMEOUT = "120s"
@@ -70,6 +70,8 @@ class Bucket:
     def __init__(self, url: str) -> None:
         self.url = url
         try:
+            if not _URL.fullmatch(url):
+                raise ValueError("is not the URL of a bucket")
             # obstore reads no environment for the client's options if one of them is given
             allowed = {os.environ.get(f"{name}_ALLOW_HTTP", "").lower() for name in _PROVIDERS}
             client = {"timeout": _TIMEOUT, "allow_http": "true" in allowed}
@@ -77,7 +79,7 @@ class Bucket:
         except (exceptions.BaseError, ValueError) as error:
             raise ConfigError(
                 f"store {url}",
-                reason(error),
+                _first_line(error),
                 next="name a bucket, as in s3://bucket/folder, and give the environment variables "
                 "that its provider's tools read",
             ) from None
@@ -345,4 +347,4 @@ def _time_of(answer: Mapping[str, Any]) -> int:
 
 
 def _first_line(error: Exception) -> str:
-    return printable(str(error).strip().partition("\n")[0])
+    return printable(str(error).strip().partition("\n")[0], 500)  # with the status behind the URL

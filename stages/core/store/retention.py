@@ -498,9 +498,7 @@ def _marked(
 
 def _data(store: Store, ref: Ref, mark: str) -> dict[str, int]:
     """Return the bytes of the files and folders that are there and that a mark covers, by key."""
-    prefix = ref.folder
-    with suppress(CorruptError):  # a torn manifest names no other place
-        prefix = store.version(ref).manifest.prefix
+    prefix = Version(ref, store.storage).prefix
     covered = OPTIMIZER_FOLDER if mark == NO_OPTIMIZER else ""
     sizes: Counter[str] = Counter()
     for name, (size, _) in store.storage.files(prefix).items():

@@ -149,7 +149,9 @@ def is_url(store: str | os.PathLike[str]) -> bool:
 def locate(store: str | os.PathLike[str]) -> str:
     """Return the URL of a store, or the absolute path of its folder."""
     text = os.fspath(store)
-    return text.rstrip("/") if is_url(text) else str(Path(text).expanduser().absolute())
+    if is_url(text):
+        return re.sub("(?<=[^/:])/+$", "", text)
+    return str(Path(text).expanduser().absolute())
 
 
 def open_storage(url: str) -> Storage:

@@ -138,6 +138,13 @@ class Version:
     def __repr__(self) -> str:
         return f"Version({str(self.ref)!r})"
 
+    @property
+    def prefix(self) -> str:
+        """Prefix of its files in the store; that of its manifest, if this is torn."""
+        with suppress(CorruptError):
+            return self.manifest.prefix
+        return self.ref.folder
+
     @cached_property
     def manifest(self) -> Manifest:
         """The version's manifest. Raises CorruptError if it is torn or belongs elsewhere."""

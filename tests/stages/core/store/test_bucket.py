@@ -1,0 +1,291 @@
+"""Versions in a bucket: the promises of a disk, whatever happens to a request."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from quiver.flows.verification import verify
+from quiver.schemas.errors import (
+    BusyError,
+    ConflictError,
+    LineageError,
+    OutcomeUnknownError,
+    RemoteError,
+)
+from quiver.stages.core.store import Store, leases
+from quiver.stages.core.store import bucket as module
+from quiver.stages.core.store.leases import Leases
+from quiver.stages.core.store.retention import Rule, collect, remove
+from quiver.stages.core.store.storage import open_storage
+from tests.faults.proxy import DROP_AFTER, DROP_BEFORE, FORWARD, REPEAT, Proxy, answer, at
+from tests.stages.core.store.histories import make_policy, make_table
+from tests.stages.core.store.test_store import Settings, commit, table, work_on
+
+QUICK = {
+    "max_retries": 1,
+    "retry_timeout": timedelta(seconds=5),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=1),
+        "max_backoff": timedelta(milliseconds=2),
+        "base": 2,
+    },
+}
+COLLECT_ALL = Rule(keep=1, grace_seconds=0)
+
+
+@pytest.fixture
+def proxy(bucket, monkeypatch) -> Proxy:
+    """A proxy before the bucket's server; clients made from now on ask it, and soon give up."""
+    monkeypatch.setattr(module, "_RETRIES", QUICK)
+    with Proxy(bucket.endpoint) as between:
+        for name, text in bucket.behind(between.url).items():
+            monkeypatch.setenv(name, text)
+        yield between
+
+
+def unfinished(store: Store) -> list[str]:
+    return store.storage.list("a/logprobs/.work")
+
+
+def folders_of_data(store: Store) -> list[str]:
+    return store.storage.list("a/logprobs/.data")
+
+
+def require_one(url: str) -> None:
+    """Do the work, and require that one version of it is there, whole, and nothing else."""
+    made = commit(Store(url))
+    assert str(made.ref) == "a/logprobs@1"
+    fresh = Store(url)
+    version = fresh.open("a/logprobs@latest")
+    assert version.table()["rollout_id"].to_pylist() == ["r0", "r1", "r2", "r3"]
+    assert version.manifest.commit_id == made.manifest.commit_id
+    assert [str(ref) for ref in fresh.refs()] == ["a/logprobs@1"]
+    assert verify(fresh) == (1, []) and unfinished(fresh) == []
+    collect(fresh, Rule(grace_seconds=0), apply=True)
+    assert folders_of_data(fresh) == [version.manifest.place]
+
+
+def test_a_version_has_the_same_life_as_on_a_disk(bucket):
+    store = Store(bucket.url)
+    first, second = (commit(store, Settings(seed=seed)) for seed in (1, 2))
+    assert commit(Store(bucket.url), Settings(seed=1)).ref == first.ref
+    store.tag("a", "prod", first.ref)
+    store.tag("a", "prod", second.ref, expected=str(first.ref))
+    with pytest.raises(ConflictError):
+        store.tag("a", "prod", first.ref, expected=str(first.ref))
+    third = commit(store, Settings(seed=3))
+    opened = Store(bucket.url).open(third.ref)
+    store.tag("a", "prod", third.ref)
+    collected = collect(store, COLLECT_ALL, apply=True)  # the tag would go back to the second
+    assert [str(expiring.ref) for expiring in collected.deleted] == ["a/logprobs@1"]
+    with pytest.raises(LineageError, match="expired"):
+        Store(bucket.url).open("a/logprobs@1")
+    assert opened.table().num_rows == 4
+    again = Store(bucket.url)
+    assert again.find("a", "logprobs", first.manifest.run_key) is None
+    made_again = commit(again, Settings(seed=1))
+    assert str(made_again.ref) == "a/logprobs@4" != str(first.ref)
+    assert Store(bucket.url).open("a/logprobs@1").ref == made_again.ref
+    with pytest.raises(ConflictError, match="prod"):
+        remove(again, third.ref)
+    assert verify(Store(bucket.url)) == (3, [])
+    assert unfinished(store) == [] and len(folders_of_data(store)) == 3
+
+
+def test_policies_are_uploaded_and_read_as_folders(bucket, tmp_path, monkeypatch):
+    store = Store(bucket.url)
+    policy = make_policy(store, 3)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another host"))
+    there = Store(bucket.url).open(policy.ref)
+    there.verify()
+    assert (there.files.folder / "model.safetensors").read_bytes() == b"w3"
+    assert (there.files.folder / "optimizer/state.safetensors").read_bytes() == b"m3" * 100
+    assert there.files.read("config.json") == policy.files.read("config.json")
+    make_policy(store, 4)
+    deleted = collect(store, Rule(moments=1, grace_seconds=0), apply=True).deleted
+    assert [(str(each.ref), each.mark) for each in deleted] == [("a/policy@0", "expired.optimizer")]
+    left = Store(bucket.url).open(policy.ref)
+    assert "optimizer/state.json" not in left.files.sizes()
+    left.verify()
+
+
+def test_a_small_stage_takes_forty_requests_at_most(bucket, proxy):
+    commit(Store(bucket.url), Settings(seed=1))
+    store = Store(bucket.url)
+    requests = proxy.follow()
+    commit(store, Settings(seed=2), shards=1)
+    assert len(requests) <= 40
+    requests = proxy.follow()
+    commit(Store(bucket.url), Settings(seed=2))
+    assert len(requests) <= 25
+
+
+def each_request(bucket, proxy) -> int:
+    """The number of requests of one commit."""
+    requests = proxy.follow()
+    commit(Store(f"{bucket.url}/counted"))
+    return len(requests)
+
+
+@pytest.mark.parametrize(
+    "every", [pytest.param(1, marks=pytest.mark.torture), 12], ids=["all", "some"]
+)
+def test_a_process_that_dies_at_any_request_loses_nothing_and_leaves_nothing(
+    bucket, proxy, every, monkeypatch
+):
+    """From some request on it hears nothing any more, as if it had died; that one may be done."""
+    count = each_request(bucket, proxy)
+    cuts = list(itertools.product(range(count), (DROP_BEFORE, DROP_AFTER)))
+    random.Random(every).shuffle(cuts)
+    dead = replace(leases.Owner.this_process(), pid=2**22 + 1)
+    for number, action in cuts[::every]:
+        url = f"{bucket.url}/{number}-{action.name}"
+        proxy.follow(
+            lambda index, method, path, number=number, action=action: (
+                FORWARD if index < number else action if index == number else DROP_BEFORE
+            )
+        )
+        with monkeypatch.context() as patched, suppress(RemoteError, OutcomeUnknownError):
+            patched.setattr(leases.Owner, "this_process", lambda: dead)
+            commit(Store(url))
+        proxy.follow()
+        require_one(url)
+
+
+@pytest.mark.parametrize(
+    "every", [pytest.param(1, marks=pytest.mark.torture), 24], ids=["all", "some"]
+)
+def test_one_request_that_goes_wrong_is_made_good(bucket, proxy, every):
+    count = each_request(bucket, proxy)
+    actions = (DROP_BEFORE, DROP_AFTER, REPEAT, answer(500), answer(503))
+    faults = list(itertools.product(range(count), actions))
+    random.Random(every).shuffle(faults)
+    for number, action in faults[::every]:
+        url = f"{bucket.url}/{number}-{action.name}{action.amount}"
+        proxy.follow(at(number, action))
+        assert str(commit(Store(url)).ref) == "a/logprobs@1"
+        proxy.follow()
+        require_one(url)
+
+
+def test_if_nobody_can_know_the_answer_says_so(bucket, proxy):
+    """The manifest was written, the answer was lost, and it cannot be read back."""
+    store = Store(bucket.url)
+    state = {"lost": False}
+
+    def plan(index, method, path):
+        if state["lost"]:
+            return DROP_BEFORE
+        state["lost"] = method == "PUT" and "v000001/manifest.json" in path
+        return DROP_AFTER if state["lost"] else FORWARD
+
+    with work_on(store) as work:
+        for index in range(2):
+            work.write(index, table(2 * index))
+        proxy.follow(plan)
+        with pytest.raises(OutcomeUnknownError, match="may have been written"):
+            work.commit()
+        proxy.follow()
+    assert str(Store(bucket.url).open("a/logprobs@latest").ref) == "a/logprobs@1"
+
+
+def test_of_many_writers_each_gets_a_number_and_equal_work_is_made_once(bucket):
+    seeds = [*range(6), *range(6)]
+
+    def write(seed: int) -> str:
+        while True:
+            with suppress(BusyError):
+                return str(commit(Store(bucket.url), Settings(seed=seed)).ref)
+
+    with ThreadPoolExecutor(6) as pool:
+        refs = list(pool.map(write, seeds))
+    assert refs[:6] == refs[6:]
+    assert sorted(refs[:6]) == [f"a/logprobs@{number}" for number in range(1, 7)]
+    assert verify(Store(bucket.url)) == (6, [])
+
+
+def test_a_lease_that_was_cleared_and_taken_again_is_not_the_first_holders(bucket):
+    """Its object has the same key; the holder renews by the stamp of what it wrote."""
+    storage = open_storage(bucket.url)
+    first = Leases(storage, "a/x.leases").take("work")
+    assert first.renew() and first.renew()
+    storage.delete("a/x.leases/")
+    second = Leases(storage, "a/x.leases").take("work")
+    assert not first.renew() and not first.is_held()
+    first.release()
+    assert second.is_held() and second.renew()
+    assert Leases(storage, "a/x.leases").take("work") is None
+    second.release()
+    assert Leases(storage, "a/x.leases").take("work") is not None
+
+
+def test_what_a_sleeper_publishes_after_gc_deleted_its_data_is_marked(bucket, monkeypatch):
+    """It slept between its look at the data and the request that publishes."""
+    real, deleting = module.Bucket.put_if_absent, module.Bucket.delete
+    manifest = {}
+
+    def publish_late(bucket, *keys):
+        deleting(bucket, *keys)
+        if any("/.data/" in key for key in keys):  # it wakes up at the worst moment
+            real(bucket, *manifest["object"])
+
+    def sleep(self, key, data, **options):
+        if key.endswith("v000001/manifest.json"):
+            manifest["object"] = key, data
+            with monkeypatch.context() as patched:
+                patched.setattr(leases, "SECONDS_TO_LIVE", 0.0)
+                patched.setattr(module.Bucket, "delete", publish_late)
+                assert collect(Store(bucket.url), Rule(grace_seconds=0), apply=True).work
+        return real(self, key, data, **options)
+
+    with monkeypatch.context() as patched, suppress(BusyError, LineageError):
+        patched.setattr(module.Bucket, "put_if_absent", sleep)
+        commit(Store(bucket.url))
+    fresh = Store(bucket.url)
+    assert fresh.listing("a", "logprobs").marks["removed"] == {1}
+    assert str(commit(fresh).ref) == "a/logprobs@2"
+    assert verify(Store(bucket.url)) == (1, [])
+
+
+def test_a_killed_process_leaves_work_that_another_host_goes_on_with(bucket, tmp_path, monkeypatch):
+    script = (
+        "import os, signal\n"
+        "from quiver.stages.core.store import Store\n"
+        "from tests.stages.core.store.test_store import table, work_on\n"
+        f"with work_on(Store({bucket.url!r})) as work:\n"
+        "    work.write(0, table(0))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script], cwd=os.getcwd(), check=False)
+    assert killed.returncode == -9
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another host"))
+    monkeypatch.setattr(leases, "SECONDS_TO_LIVE", 0.05)
+    store = Store(bucket.url)
+    with work_on(store) as work:
+        shards = work.shards_of(2)
+        assert shards.unfinished() == [1]
+        work.write(1, table(2))
+        work.commit()
+    require_one(bucket.url)
+
+
+def test_random_histories_lose_no_version_that_is_kept(bucket):
+    chance = random.Random(7)
+    store = Store(bucket.url)
+    for _ in range(12):
+        make_table(store, chance.randrange(6))
+        if chance.random() < 0.3:
+            store.tag("a", "prod", "a/logprobs@latest")
+        if chance.random() < 0.4:
+            collect(store, COLLECT_ALL, apply=True)
+        latest = Store(bucket.url).open("a/logprobs@latest")
+        assert latest.table().num_rows == 2
+    assert verify(Store(bucket.url))[1] == []
