@@ -70,7 +70,7 @@ class Recipe(Config):
     run: RunName
     """Name of the run: the folder of its versions in the store."""
     store: str = "store"
-    """Folder of the store."""
+    """Folder of the store, or URL of a bucket: `s3://bucket/folder`, `gs://…`, `az://…`."""
     seed: int = Field(0, ge=0)
     """Seed of every random choice; a section's own `seed` replaces it there."""
     iterations: int = Field(1, ge=1)

@@ -49,7 +49,7 @@ ReadReference = Annotated[
     ),
 ]
 """Argument of commands that only read."""
-StorePath = Annotated[str | None, typer.Option("--store", help="folder of the store")]
+StorePath = Annotated[str | None, typer.Option("--store", help="folder or URL of the store")]
 Settings = Annotated[
     list[str] | None,
     typer.Option(

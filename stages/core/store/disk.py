@@ -8,6 +8,8 @@ What is flushed to disk (fsync), unless `durable` is false:
 
 Every change goes through the functions below and `core.files`, so a test can record the changes and
 replay each state that a power loss may leave.
+
+Not of the spine: it does what `storage` says, on a disk.
 """
 
 from __future__ import annotations
