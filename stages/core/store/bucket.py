@@ -56,6 +56,8 @@ _RETRIES = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 _IN_USE_SECONDS = 3600.0
 _MOST_TRIES = 3
 _REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
+_METADATA_SERVICE = "169.254.169.254"
+"""Asked for the machine's role if the environment holds no credentials."""
 _STATUS_REFUSED = re.compile(r"\b40[134] [A-Z]")
 CACHE_GIB = "QUIVER_CACHE_GIB"
 DEFAULT_CACHE_GIB = 100.0
@@ -106,6 +108,12 @@ class Bucket:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", name) from None
         except exceptions.BaseError as error:
             # a listing that is refused has no type of its own
+            if _METADATA_SERVICE in str(error):
+                raise ConfigError(
+                    f"store {self.url}",
+                    "there are no credentials for it",
+                    next="export those of deployments/docs/buckets.md",
+                ) from None
             if isinstance(error, _REFUSED) or _STATUS_REFUSED.search(str(error)):
                 raise ResourceError(
                     name,
@@ -157,8 +165,10 @@ class Bucket:
 
     # -- copies on this host
 
-    def local(self, key: str) -> Path:
+    def local(self, key: str, *, again: bool = False) -> Path:
         path = self._cache / key
+        if again:
+            path.unlink(missing_ok=True)
         if key in self._fetched and path.exists():
             return path
         if path.is_file():

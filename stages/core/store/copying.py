@@ -1,7 +1,7 @@
 """Copy a store to another place: a folder or a bucket, each way.
 
-Each file is compared with its manifest before and after. A manifest is written after its files,
-and `store.json` last. So a copy that was interrupted is no store yet; the same call goes on with it.
+Each file is compared with its manifest before and after. A manifest comes after its files, and
+`store.json` last. So a copy that was interrupted is no store yet; the same call goes on with it.
 Unfinished work is left out; so are data that expired and are gone.
 
     copied = copy(Store("store"), "s3://bucket/rl")

@@ -60,7 +60,7 @@ class Disk:
 
     # -- reading
 
-    def local(self, key: str) -> Path:
+    def local(self, key: str, *, again: bool = False) -> Path:
         return self._root / key
 
     def read(self, key: str, most_bytes: int = MOST_BYTES) -> bytes:

@@ -47,9 +47,9 @@ class Storage(Protocol):
         """
         ...
 
-    def local(self, key: str) -> Path:
+    def local(self, key: str, *, again: bool = False) -> Path:
         """Return the path of an object, or of the folder of a prefix, on this host. Nothing there
-        may be changed."""
+        may be changed. If it is a copy, `again` replaces it by a new one."""
         ...
 
     def list(self, prefix: str) -> list[str]:
@@ -172,10 +172,10 @@ def list_numbers(storage: Storage, prefix: str) -> list[int]:
     return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
 
-def size_and_sha256(storage: Storage, key: str) -> tuple[int, str]:
-    """Return an object's size in bytes and its sha256, as 64 hex digits. Raises CorruptError if it
-    is not a regular file."""
-    path = regular_file(storage.local(key), key)
+def size_and_sha256(storage: Storage, key: str, *, again: bool = False) -> tuple[int, str]:
+    """Return an object's size in bytes and its sha256, as 64 hex digits; with `again`, not those of
+    an earlier copy. Raises CorruptError if it is not a regular file."""
+    path = regular_file(storage.local(key, again=again), key)
     return path.stat().st_size, sha256_of(path)
 
 

@@ -211,8 +211,11 @@ class Version:
 
     def _verify_file(self, entry: FileEntry) -> None:
         name = entry.name
+        key = f"{self.manifest.prefix}/{name}"
         try:
-            size, sha256 = size_and_sha256(self._storage, f"{self.manifest.prefix}/{name}")
+            size, sha256 = size_and_sha256(self._storage, key)
+            if (size, sha256) != (entry.bytes, entry.sha256):
+                size, sha256 = size_and_sha256(self._storage, key, again=True)
         except FileNotFoundError:
             raise self.missing(name) from None
         if size != entry.bytes:

@@ -39,7 +39,6 @@ import logging
 import math
 import time
 import uuid
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -612,27 +611,18 @@ class Staging:
             raise taken_over(self.plan.name) from error
 
     def _sweep(self) -> None:
-        """Once the work is done, delete what is left of it, and of finished work whose process died
-        too early."""
+        """Once the work is done, delete what is left of it, also by earlier attempts that died."""
         plan, storage = self.plan, self.plan.store.storage
         for kind in plan.kinds if self.committed else ():
             place = f"{plan.run}/{kind}/.work"
-            attempts: dict[tuple[str, str], list[str]] = {}
-            for name in storage.list(place):
-                if match := WORK.fullmatch(name):
-                    attempts.setdefault((match[1], match[2]), []).append(name)
-            num_made: Counter[str] = Counter()
-            own = tuple(self.last.work.rpartition("/")[2].split("."))
-            if attempts.keys() - {own}:  # others died; there may be ten thousand of them
-                summaries = plan.store.listing(plan.run, kind).summaries()
-                num_made.update(summary.run_key for summary in summaries)
-            for (run_key, attempt), names in attempts.items():
-                if (run_key, attempt) != own:
-                    leases = Leases(storage, f"{plan.name}/.work/{run_key}.{attempt}.leases")
-                    if num_made[run_key] <= int(attempt) or leases.holders():
-                        continue
-                # notes before the shards that they describe
-                storage.delete(*(f"{place}/{name}/" for name in reversed(names)))
+            matches = filter(None, map(WORK.fullmatch, storage.list(place)))
+            names = [
+                match[0]
+                for match in matches
+                if match[1] == plan.run_key and int(match[2]) <= plan.attempt
+            ]
+            # notes before the shards that they describe
+            storage.delete(*(f"{place}/{name}/" for name in reversed(names)))
 
     def _busy(self, holder: Link | None, manner: str = "") -> BusyError:
         process = f"process {holder.owner.pid}" if holder else "another process"
