@@ -13,6 +13,7 @@ from unittest.mock import patch
 from quiver.stages.core.files import replacing, sync
 from quiver.stages.core.store import leases, listing, marks, retention, tags, writer
 from quiver.stages.core.store.disk import Disk
+from quiver.stages.core.store.storage import Stamp
 
 
 @contextmanager
@@ -97,7 +98,7 @@ def folder_is_shared() -> AbstractContextManager:
 def reclaimed_file_by_file() -> AbstractContextManager:
     """What a sleeper was publishing is taken back without hiding it from him first."""
 
-    def reclaim(self, work: str, token: str = "[0-9a-f]{12}") -> None:
+    def take_back(self, work: str, token: str) -> None:
         place, _, name = work.rpartition("/")
         for other in self.list(place):
             if re.fullmatch(rf"{name}\.{token}", other):
@@ -106,7 +107,7 @@ def reclaimed_file_by_file() -> AbstractContextManager:
                     for path in self.local(f"{place}/{other}").iterdir():
                         path.rename(self.local(work) / path.name)
 
-    return patch.object(Disk, "reclaim", reclaim)
+    return patch.object(Disk, "_take_back", take_back)
 
 
 def number_is_just_taken() -> AbstractContextManager:
@@ -116,7 +117,7 @@ def number_is_just_taken() -> AbstractContextManager:
     def publish(self, work: str, token: str, target: str, *about) -> bool:
         is_published = real(self, work, token, target, *about)
         while not is_published:
-            self.delete(target)
+            self.delete(f"{target}/")
             is_published = real(self, work, token, target, *about)
         return True
 
@@ -150,11 +151,13 @@ def lease_is_not_looked_at() -> AbstractContextManager:
     return patch.object(leases.Lease, "is_held", lambda self: True)
 
 
-def _putting(key_part: str, put: Callable[[Disk, str, bytes], bool]) -> AbstractContextManager:
+def _putting(
+    key_part: str, put: Callable[[Disk, str, bytes], Stamp | None]
+) -> AbstractContextManager:
     """Put some objects in another way."""
     real = Disk.put_if_absent
 
-    def put_if_absent(self, key: str, data: bytes, **options) -> bool:
+    def put_if_absent(self, key: str, data: bytes, **options) -> Stamp | None:
         return put(self, key, data) if key_part in key else real(self, key, data, **options)
 
     return patch.object(Disk, "put_if_absent", put_if_absent)
@@ -162,7 +165,7 @@ def _putting(key_part: str, put: Callable[[Disk, str, bytes], bool]) -> Abstract
 
 def tag_is_just_written() -> AbstractContextManager:
     """An entry of a tag is written whether there is one or not."""
-    return _putting("/tags/", lambda self, key, data: self.put(key, data) is None)
+    return _putting("/tags/", lambda self, key, data: self.put(key, data))
 
 
 def mark_is_not_flushed() -> AbstractContextManager:
@@ -190,14 +193,14 @@ def note_before_bytes() -> AbstractContextManager:
     real = Disk.put_if_absent
     shards: list[tuple[str, bytes]] = []
 
-    def put_if_absent(self, key: str, data: bytes, **options) -> bool:
+    def put_if_absent(self, key: str, data: bytes, **options) -> Stamp | None:
         if key.endswith(".arrow"):
             shards.append((key, data))
-            return True
-        is_new = real(self, key, data, **options)
+            return ("not yet",)
+        stamp = real(self, key, data, **options)
         while "/part-" in key and shards:
             real(self, *shards.pop())
-        return is_new
+        return stamp
 
     return patch.object(Disk, "put_if_absent", put_if_absent)
 

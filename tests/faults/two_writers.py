@@ -20,6 +20,7 @@ from unittest.mock import patch
 from quiver.schemas.errors import BusyError, ConflictError, LineageError, QuiverError
 from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Store, leases
+from quiver.stages.core.store.listing import Listing
 from quiver.stages.core.store.retention import Rule, collect, remove
 from tests.faults import scenes
 from tests.faults.seam import watched
@@ -107,8 +108,10 @@ class Contest:
         threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
         with (
             patch.object(leases, "SECONDS_TO_LIVE", self.seconds_to_live),
-            # Python 3.11 computes it in one thread at a time, whosever it is
+            # Python 3.11 computes them in one thread at a time, whosever they are
+            patch.object(Plan.listing, "lock", nullcontext()),
             patch.object(Plan.attempt, "lock", nullcontext()),
+            patch.object(Listing._lines, "lock", nullcontext()),
             watched(turns.around),
         ):
             for thread in threads:
