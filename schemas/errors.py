@@ -6,6 +6,7 @@
   ├── BusyError           E-BUSY             4 OSError         another process does the same work
   ├── ConflictError       E-CONFLICT         4 OSError         another process was first
   ├── LineageError        E-LINEAGE          5 LookupError     a reference is missing or wrong
+  │   └── ExpiredError    E-EXPIRED          5                 the files of a version expired
   ├── SchemaError         E-SCHEMA           5 TypeError       a table does not fit its kind
   ├── RewardError         E-REWARD           6 RuntimeError    a reward function failed
   ├── RemoteError         E-REMOTE           6 ConnectionError a server failed
@@ -149,6 +150,10 @@ class LineageError(QuiverError, LookupError):
     code, exit_code = "E-LINEAGE", 5
 
 
+class ExpiredError(LineageError):
+    code = "E-EXPIRED"
+
+
 class SchemaError(QuiverError, TypeError):
     code, exit_code = "E-SCHEMA", 5
 
@@ -178,7 +183,7 @@ class SecurityError(QuiverError, PermissionError):
 
 
 BY_CODE: dict[str, type[QuiverError]] = {
-    cls.code: cls for cls in (QuiverError, *QuiverError.__subclasses__())
+    cls.code: cls for cls in (QuiverError, *QuiverError.__subclasses__(), ExpiredError)
 }
 
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
-from quiver.schemas.errors import CorruptError, LineageError, printable
+from quiver.schemas.errors import CorruptError, ExpiredError, LineageError, printable
 from quiver.schemas.manifest import digest, from_json
 from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref
@@ -123,7 +123,7 @@ def gone_error(storage: Storage, ref: Ref, names: Iterable[str]) -> LineageError
         if mark is not None and name == REMOVED:
             return LineageError(str(ref), f"was removed on purpose: {mark}", next="quiver ls")
         if mark is not None:
-            return LineageError(
+            return ExpiredError(
                 str(ref),
                 f"its {'files' if name == EXPIRED else 'optimizer state'} expired: {mark}",
                 state="its manifest is kept; nothing was changed.",

@@ -142,8 +142,9 @@ class Storage(Protocol):
 
 
 def is_url(store: str | os.PathLike[str]) -> bool:
-    """Return True if a store is named by the URL of a bucket."""
-    return "://" in os.fspath(store)
+    """Return True if a store is named by the URL of a bucket, even a wrong one."""
+    text = os.fspath(store)
+    return "://" in text or text.startswith(("s3:", "gs:", "az:"))
 
 
 def locate(store: str | os.PathLike[str]) -> str:
