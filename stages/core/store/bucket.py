@@ -296,8 +296,14 @@ class Bucket:
     def put_file(self, key: str) -> tuple[int, str]:
         path = self._cache / key
         self._make_room(path.stat().st_size)
-        with self._asking(key):
-            answer = obstore.put(self._bucket, key, path)
+        for tries_left in reversed(range(_MOST_TRIES)):
+            try:
+                with self._asking(key):
+                    answer = obstore.put(self._bucket, key, path)
+                break
+            except RemoteError:  # in parts; of some only the answer was lost
+                if not tries_left:
+                    raise
         os.utime(path, (time.time(), _time_of(answer)))  # so it is not fetched again
         return path.stat().st_size, sha256_of(path)
 
