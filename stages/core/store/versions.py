@@ -6,6 +6,7 @@
     STORE/<run>/<kind>/v000003.removed       a mark: its data may be deleted, and are made again
     STORE/<run>/<kind>/v000003.expired.optimizer    a mark for its optimizer state alone
     STORE/<run>/<kind>/.work/                unfinished work (see `writer`)
+    STORE/<run>/<kind>/.data/                in a bucket, the files of versions (see `bucket`)
     STORE/<run>/<kind>/.index                a cache of all manifests (see `listing`)
     STORE/<run>/tags/<name>/000001.json      entries of a tag; the highest is the tag
 
@@ -290,7 +291,7 @@ class Version:
 
 
 class Store:
-    """A folder of versions.
+    """A folder of versions, or a bucket.
 
     `written` holds the references that this object committed; other versions existed before, or
     were committed by other processes.

@@ -17,6 +17,8 @@ Contents of `STORE/<run>/<kind>/.work/` until the work is done:
     KEY.0.resume/     state from which a killed stage resumes
     KEY.0.TOKEN/      the shards while one process publishes them, or the policy that it writes
 
+In a bucket, `KEY.0` and the policy's `KEY.0.TOKEN` lie in `.data`, and stay there.
+
 KEY is the run key, and 0 the attempt: the number of versions with this run key that existed before.
 So work that is repeated never touches the data of an earlier version.
 
