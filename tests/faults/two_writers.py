@@ -108,6 +108,8 @@ class Contest:
         threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
         with (
             patch.object(leases, "SECONDS_TO_LIVE", self.seconds_to_live),
+            # each process has its own
+            patch.object(leases, "_renewing", nullcontext()),
             # Python 3.11 computes them in one thread at a time, whosever they are
             patch.object(Plan.listing, "lock", nullcontext()),
             patch.object(Plan.attempt, "lock", nullcontext()),
