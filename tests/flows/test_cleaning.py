@@ -18,7 +18,7 @@ from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
 from quiver.flows.retention import Retention, clean_up
 from quiver.flows.verification import verify
-from quiver.schemas.errors import LineageError
+from quiver.schemas.errors import ExpiredError
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.retention import Rule, collect
 from tests.flows.conftest import QUICK, quiver, stay_here, write_recipe
@@ -100,7 +100,7 @@ def test_its_report_tells_all_of_it(made, finished):
 def test_a_trained_policy_is_not_made_again_unasked(made, finished):
     """Measuring policy@1 now would mean to train it first."""
     message = r"files expired: 20.* gc, keep = 1"
-    with pytest.raises(LineageError, match=message) as caught:
+    with pytest.raises(ExpiredError, match=message) as caught:
         run("iterations=3", "evaluate.every=1")
     assert caught.value.object == "tiny/policy@1" and made == []
     assert caught.value.next == "quiver run RECIPE --from optimize"
@@ -128,7 +128,7 @@ def test_to_go_on_without_the_optimizer_state_is_to_be_asked_for(made, finished)
     assert (folder / "model.safetensors").exists() and not (folder / "optimizer").exists()
     recipe = load("recipe.toml", [*QUICK, "optimize.learning_rate=5e-4"])
     before = names()
-    refused = pytest.raises(LineageError, match="optimizer state expired")
+    refused = pytest.raises(ExpiredError, match="optimizer state expired")
     with refused as caught, by_hand(recipe):
         rerun(recipe, "optimize", {"rollouts": "tiny/rollouts@3"})
     assert caught.value.object == "tiny/policy@2" and names() == before

@@ -94,8 +94,8 @@ def test_errors_survive_pickle_and_json(cls):
 def test_exit_codes_are_the_documented_ones():
     codes = {cls.code: cls.exit_code for cls in errors.BY_CODE.values()}
     assert codes == {
-        "E-INTERNAL": 1, "E-CONFIG": 2, "E-CORRUPT": 3, "E-BUSY": 4, "E-CONFLICT": 4, "E-LINEAGE": 5, "E-SCHEMA": 5,
-        "E-REWARD": 6, "E-REMOTE": 6, "E-RESOURCE": 7, "E-NUMERIC": 8, "E-OUTCOME-UNKNOWN": 9, "E-SECURITY": 10,
+        "E-INTERNAL": 1, "E-CONFIG": 2, "E-CORRUPT": 3, "E-BUSY": 4, "E-CONFLICT": 4, "E-LINEAGE": 5, "E-EXPIRED": 5,
+        "E-SCHEMA": 5, "E-REWARD": 6, "E-REMOTE": 6, "E-RESOURCE": 7, "E-NUMERIC": 8, "E-OUTCOME-UNKNOWN": 9, "E-SECURITY": 10,
     }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import pytest
 from quiver.flows.cli import cleaning
 from quiver.flows.retention import Retention, clean_up
 from quiver.flows.verification import verify
-from quiver.schemas.errors import ConflictError, CorruptError, LineageError
+from quiver.schemas.errors import ConflictError, CorruptError, ExpiredError, LineageError
 from quiver.schemas.manifest import digest
 from quiver.stages.core.store import Store, marks, retention
 from quiver.stages.core.store.disk import Disk
@@ -168,7 +168,7 @@ def test_by_default_only_optimizer_state_goes(store):
         policy.verify()
         assert checkpoints.model_config(policy)["vocab_size"] == 320
         for use in (policy.verify, policy.files.read):
-            with pytest.raises(LineageError, match=r"optimizer state expired: 20.*gc, moments = 1"):
+            with pytest.raises(ExpiredError, match=r"optimizer state expired: 20.*gc, moments = 1"):
                 use("optimizer/state.json")
     assert expired_files(store) == []
     assert make_policy(store, 4, inputs={"policy": policy}).ref.version == 4, "it can be read"
@@ -237,7 +237,7 @@ def test_what_expired_says_so_and_is_seen_by_its_manifest_where_that_is_asked(st
     versions = {str(version.ref): version.manifest for version in store.versions()}
     collect(store, Rule(keep=1), apply=True)
     for use in (store.open, lambda ref: store.tag("a", "old", ref)):
-        with pytest.raises(LineageError, match=r"its files expired: 20.* gc, keep = 1") as caught:
+        with pytest.raises(ExpiredError, match=r"its files expired: 20.* gc, keep = 1") as caught:
             use("a/logprobs@1")
         assert caught.value.next == "quiver lineage a/logprobs@1"
     assert store.tag_names("a") == []
@@ -256,7 +256,7 @@ def test_what_expired_says_so_and_is_seen_by_its_manifest_where_that_is_asked(st
             lambda: expired.files.read("model.safetensors"),
             lambda: seen.open("a/logprobs@1").table(),
         ):
-            with pytest.raises(LineageError, match="expired"):
+            with pytest.raises(ExpiredError, match="expired"):
                 use()
         assert [str(ref) for ref in seen.refs()] == list(versions)
 
@@ -305,7 +305,7 @@ def test_a_reader_reads_on_while_what_it_reads_is_deleted(store):
     assert mapped.to_pydict() == late.table().to_pydict() == expected, "within the grace time"
     collect(store, ALL, apply=True)
     assert expired_files(store) == [] and mapped.to_pydict() == expected
-    with pytest.raises(LineageError, match="its files expired: 20"):
+    with pytest.raises(ExpiredError, match="its files expired: 20"):
         later.table()
     late = store.open("a/logprobs@3")
     remove(store, late.ref, "by hand")
@@ -376,7 +376,7 @@ def test_what_has_a_mark_is_refused_to_all_that_need_it(store, monkeypatch, need
     version = store.open(ref)
 
     def act():
-        with ExitStack() as stack, pytest.raises(LineageError, match="expired") as caught:
+        with ExitStack() as stack, pytest.raises(ExpiredError, match="expired") as caught:
             NEEDS[need](store, stack, version)
         refused.append(caught.value.object)
 
@@ -437,7 +437,7 @@ def test_a_tag_that_moves_while_its_version_is_marked_goes_back(store, monkeypat
     ref = store.resolve("a/logprobs@1")
     act = lambda: marks.write(store.storage, ref, EXPIRED, "gc")  # noqa: E731
     when_called(monkeypatch, Disk, "put_if_absent", act, call=1, before=True)
-    with pytest.raises(LineageError, match="expired"):
+    with pytest.raises(ExpiredError, match="expired"):
         store.tag("a", "prod", ref)
     assert store.tagged("a", "prod") == "a/logprobs@2" and verify(store)[1] == []
 

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from quiver.flows.verification import verify
-from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, LineageError
+from quiver.schemas.errors import (
+    ConfigError,
+    ConflictError,
+    CorruptError,
+    ExpiredError,
+    LineageError,
+)
 from quiver.schemas.manifest import digest
 from quiver.schemas.refs import parse
 from quiver.stages.core.store import Store, disk, marks, tags
@@ -93,7 +99,7 @@ def test_a_version_that_expires_while_a_tag_moves_to_it_is_not_tagged(store, ver
             marks.write(store.storage, ref, EXPIRED, "gc")
         return call()
 
-    with watched(around), pytest.raises(LineageError, match="expired"):
+    with watched(around), pytest.raises(ExpiredError, match="expired"):
         store.tag("a", "prod", second)
     assert line(store) == [(None, first), (first, second), (second, first)]
     assert str(store.resolve("a/logprobs@prod")) == first and not store.exists(ref)
