@@ -220,7 +220,7 @@ def verify(
         if not any(isinstance(error, CorruptError) for error in verify_store(opened, ref)[1]):
             raise ConfigError(ref, "is whole", next=f"quiver rm {ref}")
         put_aside = retention.put_aside(opened, ref)
-        folder = f"{opened.url}/{opened.version(put_aside).manifest.prefix}"
+        folder = f"{opened.url}/{opened.version(put_aside).prefix}"
         lines = [
             f"{put_aside} is put aside; its files stay in {folder}",
             "the command that made it makes it again, under another number",
