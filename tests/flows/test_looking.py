@@ -15,8 +15,9 @@ from quiver.flows.look.describe import score_line
 from quiver.flows.look.episodes import pieces_of
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.manifest import from_json
-from quiver.stages.core.store import Store
-from quiver.stages.core.store.retention import Rule, collect
+from quiver.schemas.refs import Ref
+from quiver.stages.core.store import Store, marks
+from quiver.stages.core.store.listing import EXPIRED
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 from tests.stages.optimize import world
 from tests.tiny import make_policy
@@ -108,13 +109,13 @@ def test_show_prints_the_manifest_of_what_expired_with_its_mark(store, tmp_path,
     path = str(tmp_path / "store")
     opened = Store(path)
     written = opened.open("golden/rewards@1").manifest.model_dump(mode="json", by_alias=True)
-    collect(opened, Rule(keep=1, grace_seconds=0), apply=True)
-    mark = opened.with_expired().open("golden/rewards@1").mark
+    marks.write(opened.storage, Ref("golden", "rewards", 1), EXPIRED, "gc, keep = 1")
+    mark = str(opened.with_expired().open("golden/rewards@1").mark)
     versions.show("golden/rewards@1", None, path, True)
-    assert json.loads(capsys.readouterr().out) == written | {"expired": str(mark)}
+    assert json.loads(capsys.readouterr().out) == written | {"expired": mark}
     answer = in_json(versions.show, "golden/rewards@1", None, path, True)
     assert (answer["manifest"], answer["rows"]) == (written, [])
-    assert answer["expired"] == str(mark)
+    assert answer["expired"] == mark and mark.endswith("gc, keep = 1")
 
 
 def test_the_report_of_a_policys_line_lies_beside_that_of_the_run(store, tmp_path, capsys):
