@@ -90,10 +90,10 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
 
 
 def _verify_target(store: Store, run: str, name: str, kind: str) -> None:
-    """Raise LineageError if the version that a tag points at is gone or another one."""
+    """Raise LineageError if the version that a tag points at is gone, torn or another one."""
     try:
         store.resolve(f"{run}/{kind}@{name}")
-    except LineageError as error:
+    except (LineageError, CorruptError) as error:
         raise LineageError(
             f"{run} tag {name}",
             f"points at {error.object}: {error.message}",
@@ -195,7 +195,7 @@ def _manifest(store: Store, version: Version, ref: Ref) -> Manifest:
             if store.has_manifest(ref):
                 return store.version(ref).manifest
         except CorruptError as error:
-            problem = f"cannot be read: {error.message}"
+            problem = f"is damaged: {error.message}"
     raise LineageError(
         str(version.ref),
         f"{'its input ' if ref.kind not in ('advantages', 'updates') else ''}{ref} {problem}",

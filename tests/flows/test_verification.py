@@ -139,7 +139,7 @@ def test_what_was_made_of_a_torn_version_is_told_beside_it(store):
     torn, dependent = verify(Store(store.path))[1]
     assert isinstance(torn, CorruptError) and torn.object == "a/logprobs@1"
     assert isinstance(dependent, LineageError) and dependent.object == "a/logprobs@2"
-    assert dependent.message.startswith("its input a/logprobs@1 cannot be read: manifest.json")
+    assert dependent.message.startswith("its input a/logprobs@1 is damaged: manifest.json")
     assert str(first.files.folder) in dependent.next
     with pytest.raises(ConfigError, match="is whole"):
         versions_command.verify(None, str(second.ref), True, str(store.path))
@@ -275,6 +275,15 @@ def test_tags_are_looked_at(store):
     assert "tag old: points at a/logprobs@1: there is no such version" in said(store)
     versions_command.tag("old", str(second.ref), store=str(store.path))
     assert said(store) == "" and store.tagged("a", "old") == str(second.ref)
+
+
+def test_a_tag_of_a_torn_version_is_told_beside_it(store):
+    first = commit(store)
+    store.tag("a", "prod", first.ref)
+    (first.files.folder / "manifest.json").write_bytes(b"{")
+    torn, tag = verify(Store(store.path))[1]
+    assert (torn.object, tag.object) == ("a/logprobs@1", "a tag prod")
+    assert tag.message.startswith("points at a/logprobs@1: manifest.json")
 
 
 def test_a_tag_moves_though_an_earlier_entry_cannot_be_read(store):
