@@ -101,7 +101,7 @@ class Server:
 def server(kind: str) -> Iterator[Server]:
     """Run a server of `s3` or `az` until the end of the block."""
     search_path = os.pathsep.join([str(_MOTO), str(_ROOT), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryDirectory(prefix="quiver-server.") as folder:
+    with tempfile.TemporaryDirectory(prefix="quiver-buckets.") as folder:
         log = Path(folder) / "log"
         with log.open("w") as out:
             # it ends with this process, even a killed one

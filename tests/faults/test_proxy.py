@@ -133,11 +133,12 @@ def test_a_body_may_come_in_chunks_and_ask_first(s3_server, monkeypatch):
     headers = {"Expect": "100-continue", "Transfer-Encoding": "chunked"}
     with Proxy(bucket.endpoint) as proxy:
         connection = http.client.HTTPConnection(urlsplit(proxy.url).netloc, timeout=60)
-        for body in ([b"in ", b"chunks"], [b"again in ", b"chunks"]):
-            path = f"/{url.netloc}{url.path}/key"
-            connection.request("PUT", path, iter(body), headers, encode_chunked=True)
+        for key in ("first", "second"):
+            chunks = iter([b"in ", b"chunks of ", key.encode()])
+            path = f"/{url.netloc}{url.path}/{key}"
+            connection.request("PUT", path, chunks, headers, encode_chunked=True)
             assert connection.getresponse().read() == b""
-            assert content(bucket, "key") == b"".join(body)
+            assert content(bucket, key) == f"in chunks of {key}".encode()
         connection.close()
 
 
