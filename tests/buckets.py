@@ -114,20 +114,15 @@ def server(kind: str) -> Iterator[Server]:
                 stderr=out,
             )
         try:
-            yield Server(kind, _endpoint(process, log))
+            until = time.monotonic() + 120
+            while not (listens := re.search(r"listens on (\S+)", log.read_text())):
+                if process.poll() is not None or time.monotonic() > until:
+                    raise RuntimeError(f"the server does not start:\n{log.read_text()}")
+                time.sleep(0.05)
+            yield Server(kind, listens[1])
         finally:
             process.kill()
             process.wait()
-
-
-def _endpoint(process: subprocess.Popen, log: Path) -> str:
-    """Wait until the server says in its log where it listens."""
-    until = time.monotonic() + 120
-    while not (listens := re.search(r"listens on (\S+)", log.read_text())):
-        if process.poll() is not None or time.monotonic() > until:
-            raise RuntimeError(f"the server does not start:\n{log.read_text()}")
-        time.sleep(0.05)
-    return listens[1]
 
 
 @contextmanager
