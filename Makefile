@@ -92,7 +92,7 @@ environments: .gymnasium/gymnasium
 	PYTHONPATH=.gymnasium $(PYTEST) tests/stages/turns/test_environments.py
 
 # Small bugs in a copy of the code: what the tests caught once they must catch again. An hour or so
-mutants: setup
+mutants: setup servers
 	.venv/bin/python -m tests.mutants
 
 # What benchmarks run beside Quiver, in a folder of its own
