@@ -23,7 +23,7 @@ os.environ.update(
 import pytest
 
 from quiver.stages.core.store import Store, Version
-from tests import spent
+from tests import buckets, spent
 from tests.warm import REAL_PYTHON, use_warm_python
 
 # a shell's background job ignores SIGINT, and so would every child: tests that interrupt one would
@@ -37,6 +37,7 @@ os.register_at_fork(after_in_child=threading._threading_atexits.clear)
 
 def pytest_configure(config):
     config.pluginmanager.register(spent)
+    config.pluginmanager.register(buckets)
 
 
 def pytest_collection_finish():
