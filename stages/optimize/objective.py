@@ -37,7 +37,7 @@ class Objective:
 
     def __init__(self, config: Config, algorithm: Algorithm) -> None:
         self.config = config
-        self.has_critic = algorithm.critic
+        self.has_critic = algorithm.has_critic
         self.kl_in_loss = config.kl_in_loss
         self.has_bonus = config.has_bonus
         self.surrogate = find_function("losses", algorithm.surrogate)

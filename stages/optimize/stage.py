@@ -185,7 +185,7 @@ def _load_trainer(
     from .optimizer import load_optimizer_state, read_tensors
 
     policy = plan.inputs["policy"]
-    critic_kind = config.critic if algorithm.critic else None
+    critic_kind = config.critic if algorithm.has_critic else None
     trainer_class, load_on_cpu = trainer_of(config, accelerator)
     load = load_on_cpu or partial(load_model, dtype=torch.float32, device=accelerator.device)
     whole = partial(load, policy, base=base_of(plan.store, policy))

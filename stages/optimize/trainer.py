@@ -128,7 +128,7 @@ class Trainer(SavedState):
         value_head = None
         self.critic: nn.Module | None = None
         """The value head, together with its own trunk if it has one."""
-        if self.algorithm.critic:
+        if self.algorithm.has_critic:
             width = self.model.get_output_embeddings().weight.shape[1]
             value_head = ValueHead(width).to(self.accelerator.device)
             self.critic = with_trunk(value_head, value_trunk)
@@ -173,7 +173,7 @@ class Trainer(SavedState):
     @property
     def warming(self) -> bool:
         """True if only the critic learns in the next step, and every weight of the policy stays."""
-        return self.algorithm.critic and self.step < self.config.critic_warmup_steps
+        return self.algorithm.has_critic and self.step < self.config.critic_warmup_steps
 
     def prepare(self) -> None:
         """Compute what the first update needs: advantages of tokens, and the audit.
