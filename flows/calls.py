@@ -29,7 +29,7 @@ from quiver.schemas.manifest import digest
 from quiver.schemas.refs import parse
 from quiver.stages.core import ranks
 from quiver.stages.core.config import Config
-from quiver.stages.core.ranks import is_led
+from quiver.stages.core.ranks import follows_rank_0
 from quiver.stages.core.run.call import Call, Outcome
 from quiver.stages.core.run.runner import find_outcome
 from quiver.stages.core.run.stage import Refs, load_stage
@@ -183,7 +183,7 @@ def perform(
     outcome = find_outcome(call, expired=run.expired)
     if needs_files and outcome is not None and not Store(run.store).exists(parse(outcome.ref)):
         outcome = None
-    while outcome is None and is_led() and not ranks.knows_ranks(stage):
+    while outcome is None and follows_rank_0() and not ranks.knows_ranks(stage):
         # rank 0 makes it; if it fails, the launcher ends the ranks of its host
         time.sleep(_POLL_SECONDS)
         outcome = find_outcome(call)

@@ -48,7 +48,7 @@ from .evaluation import measure, printed_evaluation
 from .look.pages import Curve, link_report
 from .recipe import Recipe
 from .retention import clean_up
-from .rounds import Iteration, Round, choose_reference, fill_up, proximal_config
+from .rounds import Iteration, Round, choose_kl_reference, fill_up, proximal_config
 from .stopping import run_ahead
 from .tasks import as_tasks
 
@@ -128,8 +128,8 @@ class Chain:
 
         Args:
             policy: The policy that iteration `first` improves.
-            base: The reference if `reference.rule` is "fixed". Replay, and a reference that moves,
-                begin with iteration `first`.
+            base: The KL term's reference policy if `reference.rule` is "fixed". Replay, and a
+                reference policy that moves, begin with iteration `first`.
             first: Number of the first iteration.
             first_round: Number of its first round. Default: the iteration's number.
             prompts: The first iteration's prompts, if they were made already.
@@ -139,16 +139,16 @@ class Chain:
         iterations: list[Iteration] = []
         earlier: list[Round] = []
         rounds = self.sample(policy, first, earlier, prompts, first_round)
-        reference = None
+        kl_reference = None
         for number in range(first, recipe.iterations + 1):
             starts = [policy, *(iteration.policy for iteration in iterations)]
             is_last = number == recipe.iterations
-            references = [base] if recipe.reference.rule == "fixed" else starts
+            candidates = [base] if recipe.reference.rule == "fixed" else starts
             if recipe.optimize.kl_coef > 0:
-                reference = choose_reference(
+                kl_reference = choose_kl_reference(
                     recipe.reference,
-                    references,
-                    reference,
+                    candidates,
+                    kl_reference,
                     label=f"reference {number}/{recipe.iterations}",
                     into=f"{recipe.run}.ref",
                     iteration=number,
@@ -156,11 +156,11 @@ class Chain:
             newest_first = iterations[::-1][: recipe.optimize.replay]
             earlier += rounds
             sample_iteration = partial(self.sample, iteration=number + 1, earlier=earlier)
-            overlap = nullcontext()
+            sampling_ahead = nullcontext()
             if recipe.overlap and not is_last:
-                overlap = run_ahead(partial(sample_iteration, starts[-1]))
-            with overlap as next_rounds:
-                iteration = self.update(starts[-1], reference, rounds, newest_first)
+                sampling_ahead = run_ahead(partial(sample_iteration, starts[-1]))
+            with sampling_ahead as next_rounds:
+                iteration = self.update(starts[-1], kl_reference, rounds, newest_first)
                 iterations.append(iteration)
                 finish(iteration)
                 if not is_last:
@@ -289,15 +289,16 @@ class Chain:
     def update(
         self,
         policy: str,
-        reference: str | None,
+        kl_reference: str | None,
         rounds: Sequence[Round],
         replayed: Sequence[Iteration],
     ) -> Iteration:
         """Train `policy` on the rounds of one iteration and return the finished iteration.
 
         Rounds of the `replayed` iterations, newest first, are trained on again, with logprobs
-        under the current reference. `reference` is the policy of the KL term, or None if the loss
-        has no KL term. With `prox_of = "start"`, all rounds get proximal logprobs under `policy`.
+        under the current `kl_reference`, the policy that the KL term compares with; it is None if
+        the loss has no KL term. With `prox_of = "start"`, all rounds get proximal logprobs under
+        `policy`.
         """
         recipe, number = self.recipe, rounds[0].iteration
 
@@ -323,11 +324,15 @@ class Chain:
                 replace(sampled, prox_logprobs=outcome.ref)
                 for sampled, outcome in zip(learned, prox, strict=True)
             ]
-        config = recipe.logprobs.for_role("ref")
-        ref = [logprobs_of(sampled, config, reference) for sampled in learned if reference]
-        if ref:
-            seconds["logprobs ref"] = sum(outcome.seconds for outcome in ref[: len(rounds)])
-        refs: dict[str, Any] = {"policy": policy, "ref_logprobs": [outcome.ref for outcome in ref]}
+        ref_logprobs: list[Outcome] = []
+        if kl_reference:
+            config = recipe.logprobs.for_role("ref")
+            ref_logprobs = [logprobs_of(sampled, config, kl_reference) for sampled in learned]
+            seconds["logprobs ref"] = sum(
+                outcome.seconds for outcome in ref_logprobs[: len(rounds)]
+            )
+        refs: dict[str, Any] = {"policy": policy}
+        refs["ref_logprobs"] = [outcome.ref for outcome in ref_logprobs]
         for role in _LEARNED_FROM:
             versions = [getattr(sampled, role) for sampled in learned]
             refs[role] = [version for version in versions if version is not None]
@@ -337,7 +342,7 @@ class Chain:
         seconds["optimize"] = updated.seconds
         return Iteration(
             rounds=tuple(learned[: len(rounds)]),
-            ref_logprobs=ref[0].ref if ref else None,
+            ref_logprobs=ref_logprobs[0].ref if ref_logprobs else None,
             policy=updated.ref,
             seconds=dict(seconds),
         )
