@@ -16,7 +16,7 @@ policy@k-1 samples the rollouts that improve it:
 
 With `overlap = 1`, iteration k+1 is sampled and scored while iteration k optimizes, by the policy
 that k starts from. Iteration 1 is therefore on-policy, and each later iteration k learns from
-rollouts of policy@k-2, one step old:
+rollouts of policy@k-2, one policy old:
 
     sample 1 (policy@0) · optimize 1 (policy@0 → 1) · optimize 2 (1 → 2)  · optimize 3 (2 → 3) · …
                         · sample 2 (policy@0)       · sample 3 (policy@1) · …
@@ -41,6 +41,7 @@ from prefect import flow
 from quiver.stages import CHAIN
 from quiver.stages.core.config import Config
 from quiver.stages.core.run.call import Outcome
+from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.reward.stage import with_fingerprints
 
 from .calls import check_stages, perform
@@ -301,38 +302,34 @@ class Chain:
         `policy`.
         """
         recipe, number = self.recipe, rounds[0].iteration
-
-        def logprobs_of(sampled: Round, config: Config, under: str) -> Outcome:
-            refs = {"rollouts": sampled.rollouts, "policy": under}
-            if sampled.iteration == number:
-                options = self.options("logprobs", number, sampled.number)
-            else:
-                label = f"logprobs of {sampled.iteration}/{recipe.iterations}"
-                options = {"iteration": sampled.iteration, "label": label}
-            return perform("logprobs", config, refs, **options)
-
         # the iteration's own rounds come first; only they count in its seconds
         learned = [*rounds, *(sampled for iteration in replayed for sampled in iteration.rounds)]
         seconds: Counter[str] = Counter()
         for sampled in rounds:
             seconds.update(sampled.seconds)
+
+        def logprobs_under(policy: str, config: LogprobsConfig) -> list[str]:
+            refs = []
+            for sampled in learned:
+                options = self.options("logprobs", sampled.iteration, sampled.number)
+                if sampled.iteration != number:
+                    label = f"logprobs of {sampled.iteration}/{recipe.iterations}"
+                    options = {"iteration": sampled.iteration, "label": label}
+                inputs = {"rollouts": sampled.rollouts, "policy": policy}
+                outcome = perform("logprobs", config, inputs, **options)
+                refs.append(outcome.ref)
+                if sampled.iteration == number:
+                    seconds[f"logprobs {config.role}"] += outcome.seconds
+            return refs
+
         if recipe.optimize.prox_of == "start":
             config = proximal_config(recipe.optimize, recipe.logprobs, ())
-            prox = [logprobs_of(sampled, config, policy) for sampled in learned]
-            seconds["logprobs prox"] = sum(outcome.seconds for outcome in prox[: len(rounds)])
-            learned = [
-                replace(sampled, prox_logprobs=outcome.ref)
-                for sampled, outcome in zip(learned, prox, strict=True)
-            ]
-        ref_logprobs: list[Outcome] = []
+            pairs = zip(learned, logprobs_under(policy, config), strict=True)
+            learned = [replace(sampled, prox_logprobs=prox) for sampled, prox in pairs]
+        ref_logprobs: list[str] = []
         if kl_reference:
-            config = recipe.logprobs.for_role("ref")
-            ref_logprobs = [logprobs_of(sampled, config, kl_reference) for sampled in learned]
-            seconds["logprobs ref"] = sum(
-                outcome.seconds for outcome in ref_logprobs[: len(rounds)]
-            )
-        refs: dict[str, Any] = {"policy": policy}
-        refs["ref_logprobs"] = [outcome.ref for outcome in ref_logprobs]
+            ref_logprobs = logprobs_under(kl_reference, recipe.logprobs.for_role("ref"))
+        refs: dict[str, Any] = {"policy": policy, "ref_logprobs": ref_logprobs}
         for role in _LEARNED_FROM:
             versions = [getattr(sampled, role) for sampled in learned]
             refs[role] = [version for version in versions if version is not None]
@@ -342,7 +339,7 @@ class Chain:
         seconds["optimize"] = updated.seconds
         return Iteration(
             rounds=tuple(learned[: len(rounds)]),
-            ref_logprobs=ref_logprobs[0].ref if ref_logprobs else None,
+            ref_logprobs=ref_logprobs[0] if ref_logprobs else None,
             policy=updated.ref,
             seconds=dict(seconds),
         )

@@ -146,7 +146,7 @@ class Recipe(Config):
             )
         staleness = {"optimize.replay": self.optimize.replay, "overlap": self.overlap}
         if sum(staleness.values()) > self.optimize.max_staleness:
-            settings = [f"{name} = {steps}" for name, steps in staleness.items() if steps]
+            settings = [f"{name} = {policies}" for name, policies in staleness.items() if policies]
             raise ValueError(
                 f"optimize.max_staleness must be >= {' + '.join(settings)}, got "
                 f"{self.optimize.max_staleness}: the policies that sampled earlier are that much "
