@@ -131,7 +131,8 @@ class Objective:
         micro-batches. `warming`: only the critic learns."""
         policy_loss, kl_loss, value_loss, weighted_entropy, *totals = sums.tolist()
         clip_fraction, approx_kl, entropy, *critic_means = (total / num_tokens for total in totals)
-        kl_coef, entropy_coef = step_columns.kl_coef, step_columns.entropy_coef
+        kl_coef = step_columns.kl_coef
+        entropy_coef = step_columns.entropy_coef
         loss = policy_loss + kl_coef * kl_loss - entropy_coef * weighted_entropy
         critic_numbers = {"value_loss": None}
         if self.has_critic:

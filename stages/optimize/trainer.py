@@ -211,9 +211,9 @@ class Trainer(SavedState):
         cut = self.batch.cut & self.config.bootstrap_length
         if bool(cut.any()):
             sequences, sampled = critic.with_next_state(sequences, cut)
-        self.policy.collision = True
+        self.policy.entropy_is_collision = True
         outputs = self._compute_outputs(self.active, sequences)
-        self.policy.collision = False
+        self.policy.entropy_is_collision = False
         last_values = torch.zeros(len(cut))
         last_values[cut] = outputs.values[~sampled]
         return {
