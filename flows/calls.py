@@ -1,10 +1,11 @@
-"""The calls of one run: each is looked up, made if it is not finished, and logged in one line.
+"""The calls of one run: each is looked up, run if its version is not finished, and logged.
 
     with by_hand(recipe):
         prompts = perform("prompt", recipe.prompt_config(1), {"policy": "arith/policy@0"})
 
-Inside `by_hand`, calls are made without Prefect; inside `tasks.as_tasks`, each is a task.
-The block says which run and store the versions belong to, and where each stage runs.
+`perform` returns the version that answers a call, and logs one line about it. Inside `by_hand`,
+calls run without Prefect; inside `tasks.as_tasks`, each is a task. The block says which run and
+store the versions belong to, and where each stage runs.
 
 Within a run, a finished version stays finished after its files expire, because its manifest is
 enough. If an unfinished stage must read such files, a new version is made by repeating the call
@@ -43,8 +44,9 @@ from .sections import Placement
 
 _POLL_SECONDS = 1.0
 log = logging.getLogger("quiver")
-Maker = Callable[[Call, Sequence[Call], Sequence[str]], Outcome]
-"""Makes a call that is not finished; takes the calls that come next, and Prefect's tags, too."""
+CallRunner = Callable[[Call, Sequence[Call], Sequence[str]], Outcome]
+"""Runs a call whose version is not finished; also takes the calls that come next, and the tags for
+Prefect."""
 
 
 @dataclass
@@ -55,8 +57,8 @@ class _Run:
     store: str
     placement: Placement
     online: bool
-    maker_of: Callable[[Call], Maker]
-    """Chooses how a call that is not finished is made."""
+    runner_of: Callable[[Call], CallRunner]
+    """Chooses how a call runs whose version is not finished."""
     iterations: int | None = None
     """Number of iterations, for the labels in logs. None: stages are called by hand, one by one."""
     expired: bool = False
@@ -67,7 +69,7 @@ class _Run:
     """Function that makes a version again, by its reference."""
 
     def call(self, stage: str, config: Config, refs: Refs, label: str = "") -> Call:
-        """Return a call of this run, to be made where [placement] says."""
+        """Return a call of this run, to be run where [placement] says."""
         return Call(
             stage,
             config.model_dump(mode="json"),
@@ -103,7 +105,7 @@ _RUN: ContextVar[_Run] = ContextVar("quiver_run")
 @contextmanager
 def calls_of(
     recipe: Recipe,
-    maker_of: Callable[[Call], Maker],
+    runner_of: Callable[[Call], CallRunner],
     *,
     iterations: int | None = None,
     expired: bool = False,
@@ -118,7 +120,7 @@ def calls_of(
         recipe.store,
         recipe.placement,
         recipe.online,
-        maker_of,
+        runner_of,
         iterations=iterations,
         expired=expired,
     )
@@ -129,16 +131,16 @@ def calls_of(
         _RUN.reset(token)
 
 
-def make_here(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
-    """Make a call without Prefect and leave no resident process. If PREFECT_API_URL names a server,
+def run_here(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
+    """Run a call without Prefect and leave no resident process. If PREFECT_API_URL names a server,
     report the version to it."""
     outcome = run_at(replace(call, where=replace(call.where, resident_engine=False)))
     tell_version(call, outcome)
     return outcome
 
 
-by_hand = partial(calls_of, maker_of=lambda call: make_here)
-"""Let calls of a recipe's run be made without Prefect inside: `with by_hand(recipe): …`"""
+by_hand = partial(calls_of, runner_of=lambda call: run_here)
+"""Let calls of a recipe's run inside do without Prefect: `with by_hand(recipe): …`"""
 
 
 def perform(
@@ -155,7 +157,7 @@ def perform(
     needs_files: bool = False,
     before: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Find the stage's version, or make it where [placement] says, and log one line about it.
+    """Find the version that answers a call, or run the call where [placement] says, and log a line.
 
     Args:
         stage: Name of the stage.
@@ -188,13 +190,13 @@ def perform(
         time.sleep(_POLL_SECONDS)
         outcome = find_outcome(call)
     if outcome is None:
-        make = run.maker_of(call)
+        run_call = run.runner_of(call)
         before()
         if run.expired:
             refs = {role: run.with_files(ref) for role, ref in refs.items()}
             call = replace(call, refs=refs)
         next_calls = [run.call(name, following, {}) for name, following in upcoming.items()]
-        outcome = make(call, next_calls, prefect_tags(run.name, stage, iteration))
+        outcome = run_call(call, next_calls, prefect_tags(run.name, stage, iteration))
         flows.num_made += not outcome.cached
     if label:
         log.info("%s", describe(label, outcome))
