@@ -13,7 +13,7 @@ from quiver.stages.model.devices import uses_gpu
 from quiver.stages.model.forward.layout import Sequences, prompt_numbers
 from quiver.stages.model.forward.pictures import Pictures
 from quiver.stages.model.forward.policy import Policy, compute_logprobs, token_budget
-from quiver.stages.model.forward.precision import narrow, resolve
+from quiver.stages.model.forward.precision import choose_precision, narrow
 from quiver.stages.model.forward.verify import choose_kernel, choose_mode
 from quiver.stages.model.loading import load_model
 from quiver.stages.model.ragged import Ragged
@@ -39,7 +39,7 @@ class LogprobPass:
         self.ways: dict[str, str] = {}
         """The chosen `packing` and `attention`, tested with the first rows; empty before that."""
         self._config = config
-        precision = resolve(config.precision, self.device)
+        precision = choose_precision(config.precision, self.device)
         self._policy = Policy(
             load_model(model, dtype=torch.float32, device=self.device, base=base),
             autocast=precision == "bf16",

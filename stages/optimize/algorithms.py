@@ -6,7 +6,7 @@ the table are fast. A user's own row needs no edit here: put an `Algorithm` into
 it in the recipe, `algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; it may hold
 functions instead of names.
 
->>> resolve("dapo").defaults["clip_high"]
+>>> find_algorithm("dapo").defaults["clip_high"]
 0.28
 """
 
@@ -286,7 +286,7 @@ _MORE = {"advantages": "estimators", "losses": "surrogates"}
 """Second module for functions that are not in the first."""
 
 
-def resolve(name: str) -> Algorithm:
+def find_algorithm(name: str) -> Algorithm:
     """Return the row called `name`, or the `Algorithm` at `module:NAME` or `file.py:NAME`, whose
     own functions are then checked by `contract`. Raises ConfigError."""
     if name in ALGORITHMS:

@@ -564,7 +564,7 @@ class Config(base.Config):
         if is_own and self.algorithm_source and self.drop_zero_variance is not None:
             return self
         source = self.require_unchanged_code()
-        algorithm = algorithms.resolve(self.algorithm)
+        algorithm = algorithms.find_algorithm(self.algorithm)
         try:
             # the row of a user's own algorithm is unknown before this
             self._check_algorithm(algorithm)
@@ -593,7 +593,7 @@ class Config(base.Config):
 
     def chosen_algorithm(self) -> algorithms.Algorithm:
         """Return the algorithm's row with the advantage that is set here. Raises ConfigError."""
-        algorithm = algorithms.resolve(self.algorithm)
+        algorithm = algorithms.find_algorithm(self.algorithm)
         if self.turn_advantage and algorithm.advantage_of != "turns":
             return dataclasses.replace(
                 algorithm, advantage=self.turn_advantage, advantage_of="turns"

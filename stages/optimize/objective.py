@@ -5,7 +5,7 @@ The weights of the tokens are computed for the whole step, so the sums over its 
 any ranks, are the step's. Only an algorithm and a config are known here: no models, ranks or store.
 The config's options override the algorithm's defaults.
 
-    objective = Objective(config, resolve("grpo"))
+    objective = Objective(config, find_algorithm("grpo"))
     columns = batch.token_columns(layout.rows, device)
     whole_step = StepColumns(objective.weights(batch, members))
     step_columns = whole_step.at(batch.places(layout.rows), device)

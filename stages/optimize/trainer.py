@@ -33,7 +33,7 @@ from quiver.schemas.errors import NumericError
 from quiver.stages.model.forward.layout import Layout, Sequences
 from quiver.stages.model.forward.packing import Piece, minibatches
 from quiver.stages.model.forward.policy import Outputs, Policy, compute_outputs, token_budget
-from quiver.stages.model.forward.precision import narrow, resolve
+from quiver.stages.model.forward.precision import choose_precision, narrow
 from quiver.stages.model.forward.verify import choose_kernel, choose_mode
 
 from . import critic, terms
@@ -96,7 +96,7 @@ class Trainer(SavedState):
         self.objective = Objective(config, algorithm)
         self.rank_share = slice(accelerator.process_index, None, accelerator.num_processes)
         """This rank's share of all ranks' micro-batches."""
-        self.precision = resolve(config.precision, accelerator.device)
+        self.precision = choose_precision(config.precision, accelerator.device)
         self.active = batch.active_rows(self.objective.zero_is_idle)
         """Rollouts that are passed through the model."""
         self._prepare_model(value_trunk)
