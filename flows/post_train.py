@@ -68,8 +68,9 @@ def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> di
             prompts are not. A forced stage is not retried if it fails.
 
     Returns:
-        The object that `quiver run --json` prints: the run, the baseline, and for each iteration
-        its references, mean reward, evaluation and seconds by stage.
+        The object that `quiver run --json` prints: the run, the evaluation of the base model
+        (`baseline`), and for each iteration the references of its versions, mean reward,
+        evaluation and seconds by stage.
 
     Raises:
         ConfigError: If a stage cannot run with this recipe.
@@ -80,7 +81,7 @@ def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> di
         recipe = recipe.resolved()
         chain = Chain(recipe, forced)
         base = chain.import_policy()
-        # Before the baseline, so that a missing source is reported before anything is generated.
+        # Before the first evaluation, so that a missing source is reported before generation.
         prompts = chain.make_prompts(base, 1, 1)
         check = partial(chain.check_prompts, prompts.ref)
         baseline = printed_evaluation(measure(recipe, base, 0, forced, before=check))

@@ -79,7 +79,8 @@ class Iteration:
     seconds: dict[str, float]
     """Seconds by stage, over all rounds."""
     evaluation: dict[str, Any] | None = None
-    """Score, standard error and n of that policy and of the baseline. None: not measured."""
+    """Score, standard error and n of that policy and, as `baseline`, of the base model. None: not
+    measured."""
 
     @property
     def number(self) -> int:
