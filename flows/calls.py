@@ -51,7 +51,7 @@ Prefect."""
 
 @dataclass
 class _Run:
-    """A run whose stages are called."""
+    """The recipe's run, as `perform` sees it: which versions it made, and how its calls run."""
 
     name: str
     store: str
@@ -66,7 +66,7 @@ class _Run:
     checked: set[tuple[str, str]] = field(default_factory=set)
     """Stages already checked, each with a digest of the prompts' form."""
     again: dict[str, Callable[[], Outcome]] = field(default_factory=dict)
-    """Function that makes a version again, by its reference."""
+    """Functions that make a version again, by its reference."""
 
     def call(self, stage: str, config: Config, refs: Refs, label: str = "") -> Call:
         """Return a call of this run, to be run where [placement] says."""
@@ -173,7 +173,7 @@ def perform(
         upcoming: Configs of the next stages, by name; their processes import modules while this
             stage runs.
         needs_files: Do not accept a version whose files expired, because its files will be read.
-        before: Called before the stage is made; it may refuse to begin.
+        before: Called before the call is run, if it is; its error ends `perform`.
     """
     run = _RUN.get()
     if not label and run.iterations is not None:
@@ -221,9 +221,9 @@ def check_stages(
     """Raise ConfigError if one of the stages in `configs` cannot run, e.g. because a scorer is
     missing.
 
-    Each stage is checked once per run, and again for prompts with other columns or other assistant
-    starts; optimize only if it runs under this interpreter. Without `prompts`, pass only stages
-    that need none; they are not checked again.
+    Each stage is checked once per run, and again for prompts with other columns, or if the chat
+    template starts an answer with another text; optimize only if it runs under this interpreter.
+    Without `prompts`, pass only stages that need none; they are not checked again.
     `offered`: columns that a reward function may read besides the prompts'.
     """
     run = _RUN.get()

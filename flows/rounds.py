@@ -131,7 +131,7 @@ def fill_up(
     """Add further rounds to the first round of an iteration until enough groups have contrast.
 
     Args:
-        refill: The rule of [data].
+        refill: [data] refill: how many groups need contrast, and the most rounds.
         store: Folder of the store.
         first: The iteration's first round.
         earlier: All rounds of previous iterations.

@@ -143,7 +143,7 @@ def gae(
 
     λ trades the critic's bias for the reward's variance: with λ = 0 A_t is δ_t; with λ = 1 it is
     the discounted reward still to come minus V_t, and the return does not depend on the critic,
-    unless it is bootstrapped. Only completion tokens are steps, and nothing passes from one rollout
+    unless it is bootstrapped. t counts completion tokens only, and nothing passes from one rollout
     to the next. Systems that iterate over padded rows must not carry values through masked tokens.
 
     Args:

@@ -7,7 +7,7 @@ rank; three in a row stop the stage. Nothing here knows of the store.
 
 Before the first update, the audit compares the trainer's logprobs of the sampled tokens with
 `old_logprobs`, the engine's. The mean over tokens of |trainer − old| may be at most
-`audit.max_mean_gap`; audit.py has the other bounds. If it is more, NumericError stops the training
+`audit.max_mean_gap`; audit.py has the other bounds. Beyond a bound, NumericError stops the training
 before any weight changes. `Trainer.prepare` says which rollouts are compared.
 
     trainer = Trainer(config, model, batch, algorithm, make_accelerator(config))

@@ -48,7 +48,7 @@ def plan_of(call: Call, store: Store | None = None) -> Plan:
 
 
 def find_outcome(call: Call, *, expired: bool = False) -> Outcome | None:
-    """Return the finished version that answers the call; None if it is missing or forced.
+    """Return the finished version that answers the call; None if there is none, or with `force`.
 
     With `expired`, versions whose files expired count as answers and as inputs too.
     """

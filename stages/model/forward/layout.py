@@ -1,9 +1,9 @@
 """The strip: many prompts and completions side by side, and which tokens attend to which.
 
-A micro-batch is one strip of L tokens without padding, which predict n completion tokens. Each
-piece puts its prompt into the strip once, followed by the completions that continue it. Their
-positions continue from the end of the prompt. The last id of a completion is only ever a target, so
-it is not in the strip. (A row, in `rows`, is the number of a rollout.)
+A micro-batch is one strip of L tokens without padding, which predict n completion tokens. It is
+made of pieces: a piece is a prompt, once, followed by some of the completions that continue it.
+Their positions continue from the end of the prompt. The last id of a completion is only ever a
+target, so it is not in the strip. (A row, in `rows`, is the number of a rollout.)
 
     two pieces: prompt A with completions x x x and y y y y, prompt B with completion z z
 
