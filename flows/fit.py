@@ -35,7 +35,7 @@ from quiver.stages.model.checkpoints import PolicyConfig, find_folder, locate
 from quiver.stages.model.devices import engine_gpus
 from quiver.stages.model.folder import count_parameters, load_errors
 from quiver.stages.model.forward.policy import token_budget
-from quiver.stages.model.forward.precision import resolve
+from quiver.stages.model.forward.precision import choose_precision
 from quiver.stages.model.from_function import is_function
 from quiver.stages.optimize.config import Config as OptimizeConfig
 
@@ -259,7 +259,7 @@ class Estimate:
         """Return the needs of the optimize stage."""
         work = self.work
         on_gpu = self.uses_gpu(config.device)
-        precision = resolve(config.precision, _DEVICES[on_gpu])
+        precision = choose_precision(config.precision, _DEVICES[on_gpu])
         ranks = config.processes or 1
         in_step = work.passed_tokens / config.minibatches
         tokens = self._microbatch(config.token_budget, in_step, on_gpu)
@@ -282,7 +282,7 @@ class Estimate:
         """Return the needs of a logprobs stage."""
         work = self.work
         on_gpu = self.uses_gpu(config.device)
-        precision = resolve(config.precision, _DEVICES[on_gpu])
+        precision = choose_precision(config.precision, _DEVICES[on_gpu])
         tokens = self._microbatch(config.token_budget, work.passed_tokens, on_gpu)
         held = memory.scoring(
             self.shape,

@@ -104,7 +104,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                 )
             num_tokens += _count_tokens(shard["logprobs"])
             writer.report_fields.update(
-                forward_pass.ways, tokens=num_tokens, device=forward_pass.device.type
+                forward_pass.methods, tokens=num_tokens, device=forward_pass.device.type
             )
             writer.write(index, shard)
             done = min(start + ROWS_PER_SHARD, len(table))
