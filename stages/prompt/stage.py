@@ -6,7 +6,7 @@ of the template: it is encoded in other pieces, or refused if that does not help
 the source is kept in `columns`. The weights do not matter here: the next policy with the same
 tokenizer reuses the finished prompts.
 
-    config = resolve(Config(source="sums.jsonl", prompt="question"))    # reads it, once a run
+    config = resolve(Config(source="sums.jsonl", prompt="question"))    # reads it, once
     ref = run_stage("prompt", config, store, policy="arith/policy@0")
 """
 
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 
 def resolve(config: Config) -> Config:
-    """Return `config` with the source's hash and input column. Reads the source. Raises
-    ConfigError."""
+    """Return `config` with the source's hash and input column. Reads the source, unless it is
+    remembered. Raises ConfigError."""
     return resolve_with_columns(config)[0]
 
 
@@ -49,10 +49,10 @@ def resolve_with_columns(config: Config) -> tuple[Config, list[str]]:
 
     Warns about columns that are not used.
     """
-    source = sources.read(config)
-    resolved = sources.fill_in(config, source)
-    warn_unused(resolved, source.table.column_names)
-    return resolved, source.table.column_names
+    sha256, columns = sources.hash_and_columns(config)
+    resolved = sources.fill_in(config, sha256, columns)
+    warn_unused(resolved, columns)
+    return resolved, columns
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
@@ -93,7 +93,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     config = plan.config
     writer = writers["prompts"]
     source = sources.read(config)
-    sources.fill_in(config, source)  # refuses a source that changed since planning
+    # refuses a source that changed since planning
+    sources.fill_in(config, source.sha256, source.table.column_names)
     group_ids = name_rows(config, source.table)
     chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
     starts = range(0, len(chosen), ROWS_PER_SHARD)
