@@ -23,7 +23,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store, Version
-from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer
+from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer, shard_rows
 from quiver.stages.model import checkpoints
 from quiver.stages.model.chat.template import read_template
 
@@ -97,7 +97,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     sources.fill_in(config, source.sha256, source.table.column_names)
     group_ids = name_rows(config, source.table)
     chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
-    starts = range(0, len(chosen), ROWS_PER_SHARD)
+    # a shard with its pictures is held in memory
+    size = writer.rows_per_shard(ROWS_PER_SHARD if config.images else shard_rows(len(chosen)))
+    starts = range(0, len(chosen), size)
     policy = plan.store.open(plan.models[0].ref)
     template = read_template(config.template, "prompt.template", plan.models[0].template)
     with (
@@ -106,7 +108,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         closing(Renderer(config, policy, template, environments.tools)) as renderer,
     ):
         for index in writer.take_shards(len(starts)):
-            rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
+            rows = chosen[starts[index] : starts[index] + size]
             openings = environments.openings(source.table, rows, group_ids)
             shard = render_rows(source.table, rows, group_ids, renderer, openings, chosen)
             writer.write(index, shard)
