@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,7 +43,6 @@ from quiver.stages.core import plugins
 from quiver.stages.core.config import parse
 from quiver.stages.core.file_rows import bad_source, csv_rows, json_rows
 from quiver.stages.core.files import HashingFile, sha256_of
-from quiver.stages.core.store.environment import environment
 from quiver.stages.model.user_cache import Memory
 
 from .columns import CHUNK, plain_table, to_table
@@ -120,7 +120,7 @@ def _memory(config: SourceConfig) -> Memory:
     files = [path] if path.suffix in SUFFIXES and not is_folder else []
     if is_folder:
         # a DatasetDict has one folder for each split; without state.json it is a hub id
-        folder = path if (path / "state.json").is_file() else path / config.split
+        folder = path if os.path.isfile(path / "state.json") else path / config.split
         with suppress(OSError, ValueError, TypeError, KeyError):
             state = read_json((folder / "state.json").read_bytes())
             names = ["state.json", "dataset_info.json"]
@@ -130,7 +130,9 @@ def _memory(config: SourceConfig) -> Memory:
     if config.images or not all(map(os.path.isfile, files)):
         files = []
     key = json.dumps([str(path), config.split])
-    return Memory("sources", key, files, made_by=environment())
+    # the hash of rows also follows from the code that reads them
+    code = [sha256_of(Path(__file__).with_name(name)) for name in ("sources.py", "columns.py")]
+    return Memory("sources", key, files, [*code, version("pyarrow"), version("datasets")])
 
 
 def fill_in(config: Config, sha256: str, columns: list[str]) -> Config:

@@ -80,14 +80,14 @@ def alter(kept: Path, **changes) -> None:
 
 
 def test_the_bytes_of_a_source_are_read_once_to_plan(kept, tmp_path):
-    path = write(tmp_path / "rows.jsonl")
+    path = write(tmp_path / "rows.jsonl", ROWS * 10)
     config = Config(source=str(path))
     before = num_bytes_read()
     first = resolve_with_columns(config)
-    assert num_bytes_read() - before > path.stat().st_size > 40_000
+    assert num_bytes_read() - before > path.stat().st_size > 400_000
     before = num_bytes_read()
     assert resolve_with_columns(config) == first
-    assert num_bytes_read() - before < 10_000
+    assert num_bytes_read() - before < 100_000
     assert first[0].source_sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     assert first[1] == ["prompt", "answer"]
 
@@ -155,12 +155,13 @@ def test_a_broken_memory_is_none(kept, tmp_path, text):
     assert json.loads(entry.read_text())["content"]["sha256"] == first.source_sha256
 
 
-def test_another_environment_reads_again(kept, tmp_path):
+def test_another_software_reads_again(kept, tmp_path):
     config = Config(source=str(write(tmp_path / "rows.jsonl")))
     first = resolve(config)
     (entry,) = kept.iterdir()
     identity = json.loads(entry.read_text())["identity"]
-    identity["made_by"]["packages"]["pyarrow"] = "0.1"
+    assert pa.__version__ in identity["made_by"]
+    identity["made_by"] = [*identity["made_by"][:-1], "0.1"]
     alter(kept, identity=identity, content={"sha256": "f" * 64, "columns": ["prompt"]})
     assert resolve(config) == first
 
@@ -175,6 +176,14 @@ def test_a_bad_row_is_the_same_error_each_time(kept, tmp_path):
             resolve(Config(source=str(path)))
         texts.append(str(caught.value))
     assert texts[0] == texts[1] and not kept.exists()
+
+
+@pytest.mark.parametrize("name", ["n" * 300, "nothing/here"])
+def test_a_folder_that_cannot_be_is_the_same_error_each_time(kept, name):
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="source datasets:"):
+            resolve(Config(source=f"datasets:{name}"))
+    assert not kept.exists()
 
 
 def test_a_column_that_is_missing_is_the_same_error_each_time(kept, tmp_path):
