@@ -108,8 +108,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                 forward_pass.ways, tokens=num_tokens, device=forward_pass.device.type
             )
             writer.write(index, shard)
-            done = min(start + size, len(table))
-            log.info("logprobs: %d of %d rows", done, len(table))
+            log.info("logprobs: %d of %d rows", start + len(rows), len(table))
     reports = [report for report in writer.reports() if report.get("tokens")]
     first_report = reports[0] if reports else {}
     speed = sum(report["tokens"] / report["seconds"]["pass"] for report in reports)

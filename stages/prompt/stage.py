@@ -90,16 +90,13 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Render the rows that the plan's round takes. Raises ConfigError or SecurityError."""
     from .rows import Renderer, render_rows
 
-    config = plan.config
-    writer = writers["prompts"]
+    config, writer = plan.config, writers["prompts"]
     source = sources.read(config)
-    # refuses a source that changed since planning
-    sources.fill_in(config, source.sha256, source.table.column_names)
+    sources.fill_in(config, source.sha256, source.table.column_names)  # refuses a changed source
     group_ids = name_rows(config, source.table)
     chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
-    # a shard with its pictures is held in memory
     size = writer.rows_per_shard(ROWS_PER_SHARD if config.images else shard_rows(len(chosen)))
-    starts = range(0, len(chosen), size)
+    shards = [chosen[start : start + size] for start in range(0, len(chosen), size)]
     policy = plan.store.open(plan.models[0].ref)
     template = read_template(config.template, "prompt.template", plan.models[0].template)
     with (
@@ -107,14 +104,14 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         open_environments(config) as environments,
         closing(Renderer(config, policy, template, environments.tools)) as renderer,
     ):
-        for index in writer.take_shards(len(starts)):
-            rows = chosen[starts[index] : starts[index] + size]
+        for index in writer.take_shards(len(shards)):
+            rows = shards[index]
             openings = environments.openings(source.table, rows, group_ids)
             shard = render_rows(source.table, rows, group_ids, renderer, openings, chosen)
             writer.write(index, shard)
-            log.info("prompts: shard %d of %d", index + 1, len(starts))
+            log.info("prompts: shard %d of %d", index + 1, len(shards))
         columns = ["group_id", "messages", "prompt_ids"]
-        prompts = pa.concat_tables(writer.read(i).select(columns) for i in range(len(starts)))
+        prompts = pa.concat_tables(writer.read(i).select(columns) for i in range(len(shards)))
         of_assistant = renderer.of_assistant(prompts["messages"])
     rendered_ids = set(prompts["group_id"].to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]

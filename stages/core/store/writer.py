@@ -87,7 +87,8 @@ from .versions import Version, schema_module
 ROWS_PER_SHARD = 256
 """Least rows per shard for work that is saved as it goes (`shard_rows`). A crash costs a process
 its unfinished shards: usually one; in generate about two, or more if its engine decodes more rows
-at once."""
+at once. Rows with pictures, and episodes, keep this number, since those of a shard are in memory.
+"""
 ROWS_AT_ONCE = 2048
 """Least rows per shard when the whole table is in memory. It is larger, because each shard costs
 two flushes: of its file, and of its note."""
