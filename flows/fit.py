@@ -27,7 +27,7 @@ import torch
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.store.writer import shard_rows
 from quiver.stages.generate.config import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.model import memory
@@ -291,7 +291,7 @@ class Estimate:
             precision=precision,
             keys_per_token=work.keys_per_token,
         )
-        devices = self._devices(1, math.ceil(work.rollouts / ROWS_PER_SHARD))
+        devices = self._devices(1, math.ceil(work.rollouts / shard_rows(work.rollouts)))
         return Need(f"logprobs ({config.role})", devices, on_gpu, held)
 
     def sampling(self, config: GenerateConfig) -> Need:
@@ -304,7 +304,8 @@ class Estimate:
         uses_split = on_gpu and config.engine == "vllm"
         split = memory.split_of(options) if uses_split else 1
         of_engine = engine_gpus(options) if uses_split else 1
-        devices = self._devices(of_engine, math.ceil(work.rollouts / config.rows_per_shard))
+        num_shards = math.ceil(work.rollouts / config.rows_in_shard(work.rollouts))
+        devices = self._devices(of_engine, num_shards)
         dtype = config.dtype
         if dtype == "auto":
             has_bfloat16 = on_gpu or torch.cpu.get_capabilities().get("avx512_bf16")
