@@ -7,7 +7,7 @@ STAMP := .venv/.installed-$(LOCK)
 DRIVER := 580
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: setup demo test slow torture gpu oracle environments mutants bench keys lint lock
+.PHONY: setup demo servers test slow torture gpu oracle environments mutants bench keys lint lock
 
 setup: $(STAMP)
 
@@ -35,19 +35,32 @@ $(STAMP): $(LOCK) pyproject.toml
 demo: setup
 	.venv/bin/quiver run deployments/recipes/demo.toml
 
+# Servers of buckets, for tests, each in a folder of its own: moto answers s3://, Azurite az://.
+# One that cannot be installed here is named, and its tests skip.
+MOTO := moto==5.2.5 boto3==1.44.8 botocore==1.44.8 s3transfer==0.19.3 jmespath==1.1.0 responses==0.26.3 xmltodict==1.0.4 \
+	py-partiql-parser==0.6.3 flask==3.1.3 flask-cors==6.0.5 werkzeug==3.1.9 blinker==1.9.0 itsdangerous==2.2.0
+.servers/moto/.installed: $(STAMP)
+	@.venv/bin/python -m pip install --quiet --no-deps --upgrade --target $(@D) $(MOTO) && touch $@ || \
+		echo "moto is not installed: tests of s3:// skip." >&2
+.servers/azurite/.installed: $(STAMP)
+	@timeout 600 npm install --no-audit --no-fund --loglevel error --ignore-scripts --prefix $(@D) azurite@3.37.0 && touch $@ || \
+		echo "Azurite is not installed: tests of az:// skip." >&2
+
+servers: .servers/moto/.installed .servers/azurite/.installed
+
 # Files side by side, in the order of their names: the long ones, which wait for servers and workers, come first.
 # One process more than there are processors, because they wait; each takes up to 3 GB.
 # The run ends if one of the processes is lost: it would wait for ever for the rest of that one's file.
 JOBS ?= $(shell echo $$(($$(nproc) < 8 ? $$(nproc) + 1 : 8)))
 SIDE_BY_SIDE := --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-test: setup
+test: setup servers
 	env -u PYTHONDONTWRITEBYTECODE $(PYTEST) $(SIDE_BY_SIDE) --durations 10 -m "not slow and not gpu and not torture"
 
-slow: setup
+slow: setup servers
 	$(PYTEST) -m slow
 
 # Faults and broken files in full: three hours or so on two cores. TORTURE_SHARE=0.1: a tenth of the trials
-torture: setup
+torture: setup servers
 	$(PYTEST) $(SIDE_BY_SIDE) -m torture
 
 gpu: setup
@@ -79,7 +92,7 @@ environments: .gymnasium/gymnasium
 	PYTHONPATH=.gymnasium $(PYTEST) tests/stages/turns/test_environments.py
 
 # Small bugs in a copy of the code: what the tests caught once they must catch again. An hour or so
-mutants: setup
+mutants: setup servers
 	.venv/bin/python -m tests.mutants
 
 # What benchmarks run beside Quiver, in a folder of its own

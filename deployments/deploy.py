@@ -39,7 +39,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
 
 from .automations import HEARTBEAT_SECONDS, TAG, install, on_event, silent_runs
-from .paths import check_runnable, check_visible, resolve
+from .paths import check_runnable, check_visible, make_absolute
 from .server import check_api
 
 _STRATEGIES = {
@@ -52,15 +52,15 @@ log = logging.getLogger("quiver")
 
 @dataclass(frozen=True)
 class Where:
-    """Place and time of a deployment's runs. `overlap`: a run that is due while the last one still
-    runs waits (queue) or does not run (skip)."""
+    """Place and time of a deployment's runs."""
 
     pool: str = ""
     """Work pool whose workers run it; empty if the flow is served."""
     cron: str | None = None
     timezone: str | None = None
     """Time zone of `cron`. Default: UTC."""
-    overlap: Literal["queue", "skip"] = "queue"
+    if_running: Literal["queue", "skip"] = "queue"
+    """A run that is due while the last one still runs waits (queue) or does not run (skip)."""
     on: tuple[str, ...] = ()
     """RUN/KIND: each new version starts a run. RUN/KIND@TAG: each move of the tag does."""
     image: str | None = None
@@ -86,8 +86,8 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
                 "their worker, and no image",
                 next="leave --image out, or name a pool of type docker or kubernetes: --pool NAME",
             )
-        resolved = _seen_from(recipe, pools, where.folder)
-        main, purpose = described(resolved, where, **_work(pools[where.pool], where))
+        absolute = _seen_from(recipe, pools, where.folder)
+        main, purpose = described(absolute, where, **_work(pools[where.pool], where))
         deployments = [main]
         for name in dict.fromkeys(recipe.placement.pools.values()):
             work = _work(pools[name], where)
@@ -132,8 +132,8 @@ def recipe_parameters(
     with get_client(sync_client=True) as client:
         recipe = load(file, settings or [])
         install(client, silent_runs())
-        resolved = _seen_from(recipe, {pool: _pool(client, pool)}, folder)
-        return {"recipe": resolved.model_dump(mode="json", exclude_unset=True)}
+        absolute = _seen_from(recipe, {pool: _pool(client, pool)}, folder)
+        return {"recipe": absolute.model_dump(mode="json", exclude_unset=True)}
 
 
 # -- what is to be there
@@ -169,7 +169,7 @@ def described(recipe: Recipe, where: Where, **more: Any) -> tuple[RunnerDeployme
         parameters={"recipe": recipe.model_dump(mode="json", exclude_unset=True)},
         schedules=_schedules(where),
         concurrency_limit=ConcurrencyLimitConfig(
-            limit=1, collision_strategy=_STRATEGIES[where.overlap]
+            limit=1, collision_strategy=_STRATEGIES[where.if_running]
         ),
         triggers=[on_event(source, f"{flow.name}/{recipe.run}") for source in where.on],
         tags=[TAG],
@@ -237,11 +237,11 @@ def _seen_from(recipe: Recipe, pools: dict[str, WorkPool], folder: str | None) -
     """Return `recipe` with absolute paths. Refuse paths that workers of these pools cannot see, as
     far as that can be known."""
     containers = [pool for pool in pools.values() if pool.type != _LOCAL]
-    resolved, paths = resolve(
+    absolute, paths = make_absolute(
         recipe, f"work pool {next(iter(pools))}", folder=folder, must_exist=not containers
     )
     if not containers:
-        check_runnable(resolved, paths)
+        check_runnable(absolute, paths)
     for pool in containers:
         # a container sees the host's folder under the same path only if a volume says `PATH:PATH`
         volumes = [str(volume).split(":") for volume in _default(pool, "volumes") or []]
@@ -249,7 +249,7 @@ def _seen_from(recipe: Recipe, pools: dict[str, WorkPool], folder: str | None) -
             parts[0] for parts in volumes if parts[:1] == parts[1:2] and parts[0].startswith("/")
         )
         check_visible(paths, mounts, f"work pool {pool.name} (type {pool.type})")
-    return resolved
+    return absolute
 
 
 def _default(pool: WorkPool, variable: str) -> Any:

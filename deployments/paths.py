@@ -2,11 +2,11 @@
 could not see. Look here if a deployed recipe names a missing file.
 
 A worker runs in another folder, perhaps on another host or in a container. So relative paths are
-resolved now, from the folder of the command, and files that must exist are checked now. Values that
-are no paths stay as they are: hub ids, `package:…`, `datasets:…`, Quiver's own functions, installed
+taken from the folder of the command, and files that must exist are checked at once. Values that are
+no paths stay as they are: hub ids, `package:…`, `datasets:…`, Quiver's own functions, installed
 modules, and the arguments of the user's functions.
 
-    recipe, paths = resolve(load("recipe.toml"), "work pool gpu")
+    recipe, paths = make_absolute(load("recipe.toml"), "work pool gpu")
     check_visible(paths, mounts=("/srv/quiver",), where="work pool gpu (docker)")
 """
 
@@ -34,7 +34,7 @@ Paths = dict[str, Path]
 """Absolute paths by the key that names them, such as `data.source`."""
 
 
-def resolve(
+def make_absolute(
     recipe: Recipe, where: str, *, folder: str | Path | None = None, must_exist: bool = True
 ) -> tuple[Recipe, Paths]:
     """Return the recipe with absolute paths, and those paths.
@@ -72,7 +72,7 @@ def resolve(
 
 def check_runnable(recipe: Recipe, paths: Paths) -> None:
     """Make the checks that `quiver run` makes before anything runs. `recipe` and `paths` come from
-    `resolve`.
+    `make_absolute`.
 
     Nothing is checked if a file is named after a night, since it may not exist yet.
     """

@@ -28,7 +28,7 @@ from quiver.schemas.errors import ConfigError
 
 from .automations import HEARTBEAT_SECONDS, install, silent_runs
 from .deploy import Where, described, start_run
-from .paths import check_runnable, resolve
+from .paths import check_runnable, make_absolute
 from .server import check_api, own_server
 
 log = logging.getLogger("quiver")
@@ -53,8 +53,8 @@ def serve(
         problem = f"no server is started: PREFECT_API_URL names one, {named}"
         advice = "leave --port out, or unset PREFECT_API_URL"
         raise ConfigError(f"--port {port}", problem, next=advice)
-    resolved, paths = resolve(recipe, "a served run")
-    deployment, purpose = described(resolved, where, paused=False)
+    absolute, paths = make_absolute(recipe, "a served run")
+    deployment, purpose = described(absolute, where, paused=False)
     with ExitStack() as stack:
         if not PREFECT_API_URL.value():
             log.info(
@@ -63,7 +63,7 @@ def serve(
             )
             stack.enter_context(own_server(port or PREFECT_SERVER_API_PORT.value()))
         url = without_login(check_api())
-        check_runnable(resolved, paths)
+        check_runnable(absolute, paths)
         runner = Runner(name=f"quiver-{recipe.run}", heartbeat_seconds=HEARTBEAT_SECONDS)
         runner.add_deployment(deployment)
         with get_client(sync_client=True) as client:

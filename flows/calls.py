@@ -1,10 +1,11 @@
-"""The calls of one run: each is looked up, made if it is not finished, and logged in one line.
+"""The calls of one run: each is looked up, run if its version is not finished, and logged.
 
     with by_hand(recipe):
         prompts = perform("prompt", recipe.prompt_config(1), {"policy": "arith/policy@0"})
 
-Inside `by_hand`, calls are made without Prefect; inside `tasks.as_tasks`, each is a task.
-The block says which run and store the versions belong to, and where each stage runs.
+`perform` returns the version that answers a call, and logs one line about it. Inside `by_hand`,
+calls run without Prefect; inside `tasks.as_tasks`, each is a task. The block says which run and
+store the versions belong to, and where each stage runs.
 
 Within a run, a finished version stays finished after its files expire, because its manifest is
 enough. If an unfinished stage must read such files, a new version is made by repeating the call
@@ -29,7 +30,7 @@ from quiver.schemas.manifest import digest
 from quiver.schemas.refs import parse
 from quiver.stages.core import ranks
 from quiver.stages.core.config import Config
-from quiver.stages.core.ranks import is_led
+from quiver.stages.core.ranks import follows_rank_0
 from quiver.stages.core.run.call import Call, Outcome
 from quiver.stages.core.run.runner import find_outcome
 from quiver.stages.core.run.stage import Refs, load_stage
@@ -43,20 +44,21 @@ from .sections import Placement
 
 _POLL_SECONDS = 1.0
 log = logging.getLogger("quiver")
-Maker = Callable[[Call, Sequence[Call], Sequence[str]], Outcome]
-"""Makes a call that is not finished; takes the calls that come next, and Prefect's tags, too."""
+CallRunner = Callable[[Call, Sequence[Call], Sequence[str]], Outcome]
+"""Runs a call whose version is not finished; also takes the calls that come next, and the tags for
+Prefect."""
 
 
 @dataclass
 class _Run:
-    """A run whose stages are called."""
+    """The recipe's run, as `perform` sees it: which versions it made, and how its calls run."""
 
     name: str
     store: str
     placement: Placement
     online: bool
-    maker_of: Callable[[Call], Maker]
-    """Chooses how a call that is not finished is made."""
+    runner_of: Callable[[Call], CallRunner]
+    """Chooses how a call runs whose version is not finished."""
     iterations: int | None = None
     """Number of iterations, for the labels in logs. None: stages are called by hand, one by one."""
     expired: bool = False
@@ -64,10 +66,10 @@ class _Run:
     checked: set[tuple[str, str]] = field(default_factory=set)
     """Stages already checked, each with a digest of the prompts' form."""
     again: dict[str, Callable[[], Outcome]] = field(default_factory=dict)
-    """Function that makes a version again, by its reference."""
+    """Functions that make a version again, by its reference."""
 
     def call(self, stage: str, config: Config, refs: Refs, label: str = "") -> Call:
-        """Return a call of this run, to be made where [placement] says."""
+        """Return a call of this run, to be run where [placement] says."""
         return Call(
             stage,
             config.model_dump(mode="json"),
@@ -103,7 +105,7 @@ _RUN: ContextVar[_Run] = ContextVar("quiver_run")
 @contextmanager
 def calls_of(
     recipe: Recipe,
-    maker_of: Callable[[Call], Maker],
+    runner_of: Callable[[Call], CallRunner],
     *,
     iterations: int | None = None,
     expired: bool = False,
@@ -118,7 +120,7 @@ def calls_of(
         recipe.store,
         recipe.placement,
         recipe.online,
-        maker_of,
+        runner_of,
         iterations=iterations,
         expired=expired,
     )
@@ -129,16 +131,16 @@ def calls_of(
         _RUN.reset(token)
 
 
-def make_here(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
-    """Make a call without Prefect and leave no resident process. If PREFECT_API_URL names a server,
+def run_here(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
+    """Run a call without Prefect and leave no resident process. If PREFECT_API_URL names a server,
     report the version to it."""
     outcome = run_at(replace(call, where=replace(call.where, resident_engine=False)))
     tell_version(call, outcome)
     return outcome
 
 
-by_hand = partial(calls_of, maker_of=lambda call: make_here)
-"""Let calls of a recipe's run be made without Prefect inside: `with by_hand(recipe): …`"""
+by_hand = partial(calls_of, runner_of=lambda call: run_here)
+"""Let calls of a recipe's run inside do without Prefect: `with by_hand(recipe): …`"""
 
 
 def perform(
@@ -155,7 +157,7 @@ def perform(
     needs_files: bool = False,
     before: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Find the stage's version, or make it where [placement] says, and log one line about it.
+    """Find the version that answers a call, or run the call where [placement] says, and log a line.
 
     Args:
         stage: Name of the stage.
@@ -171,7 +173,7 @@ def perform(
         upcoming: Configs of the next stages, by name; their processes import modules while this
             stage runs.
         needs_files: Do not accept a version whose files expired, because its files will be read.
-        before: Called before the stage is made; it may refuse to begin.
+        before: Called before the call is run, if it is; its error ends `perform`.
     """
     run = _RUN.get()
     if not label and run.iterations is not None:
@@ -183,18 +185,18 @@ def perform(
     outcome = find_outcome(call, expired=run.expired)
     if needs_files and outcome is not None and not Store(run.store).exists(parse(outcome.ref)):
         outcome = None
-    while outcome is None and is_led() and not ranks.knows_ranks(stage):
+    while outcome is None and follows_rank_0() and not ranks.knows_ranks(stage):
         # rank 0 makes it; if it fails, the launcher ends the ranks of its host
         time.sleep(_POLL_SECONDS)
         outcome = find_outcome(call)
     if outcome is None:
-        make = run.maker_of(call)
+        run_call = run.runner_of(call)
         before()
         if run.expired:
             refs = {role: run.with_files(ref) for role, ref in refs.items()}
             call = replace(call, refs=refs)
         next_calls = [run.call(name, following, {}) for name, following in upcoming.items()]
-        outcome = make(call, next_calls, prefect_tags(run.name, stage, iteration))
+        outcome = run_call(call, next_calls, prefect_tags(run.name, stage, iteration))
         flows.num_made += not outcome.cached
     if label:
         log.info("%s", describe(label, outcome))
@@ -219,9 +221,9 @@ def check_stages(
     """Raise ConfigError if one of the stages in `configs` cannot run, e.g. because a scorer is
     missing.
 
-    Each stage is checked once per run, and again for prompts with other columns or other assistant
-    starts; optimize only if it runs under this interpreter. Without `prompts`, pass only stages
-    that need none; they are not checked again.
+    Each stage is checked once per run, and again for prompts with other columns, or if the chat
+    template starts an answer with another text; optimize only if it runs under this interpreter.
+    Without `prompts`, pass only stages that need none; they are not checked again.
     `offered`: columns that a reward function may read besides the prompts'.
     """
     run = _RUN.get()

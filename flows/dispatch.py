@@ -26,7 +26,7 @@ from quiver.stages.core.run.runner import plan_of, run_call
 from quiver.stages.core.run.stage import load_stage
 from quiver.stages.core.run.stage_process import start_ahead
 from quiver.stages.core.run.subprocesses import Stopped
-from quiver.stages.core.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.store.writer import shard_rows
 
 from .look.live import followed
 from .slots import gpus_needed, server_limit, slots, visible_gpus
@@ -105,8 +105,9 @@ def _num_shards(call: Call) -> int:
     plan = plan_of(call)
     if call.stage == "generate":
         rows = plan.inputs["prompts"].manifest.rows * plan.config.samples_per_prompt
-        return max(1, -(-rows // plan.config.rows_per_shard))
-    return max(1, -(-plan.inputs["rollouts"].manifest.rows // ROWS_PER_SHARD))
+        return max(1, -(-rows // plan.config.rows_in_shard(rows)))
+    rows = plan.inputs["rollouts"].manifest.rows
+    return max(1, -(-rows // shard_rows(rows)))
 
 
 def _run_together(call: Call, count: int, on_line: Callable[[str], None]) -> Outcome:

@@ -27,7 +27,7 @@ import torch
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.store.writer import shard_rows
 from quiver.stages.generate.config import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.model import memory
@@ -35,7 +35,7 @@ from quiver.stages.model.checkpoints import PolicyConfig, find_folder, locate
 from quiver.stages.model.devices import engine_gpus
 from quiver.stages.model.folder import count_parameters, load_errors
 from quiver.stages.model.forward.policy import token_budget
-from quiver.stages.model.forward.precision import resolve
+from quiver.stages.model.forward.precision import choose_precision
 from quiver.stages.model.from_function import is_function
 from quiver.stages.optimize.config import Config as OptimizeConfig
 
@@ -260,7 +260,7 @@ class Estimate:
         """Return the needs of the optimize stage."""
         work = self.work
         on_gpu = self.uses_gpu(config.device)
-        precision = resolve(config.precision, _DEVICES[on_gpu])
+        precision = choose_precision(config.precision, _DEVICES[on_gpu])
         ranks = config.processes or 1
         in_step = work.passed_tokens / config.minibatches
         tokens = self._microbatch(config.token_budget, in_step, on_gpu)
@@ -283,7 +283,7 @@ class Estimate:
         """Return the needs of a logprobs stage."""
         work = self.work
         on_gpu = self.uses_gpu(config.device)
-        precision = resolve(config.precision, _DEVICES[on_gpu])
+        precision = choose_precision(config.precision, _DEVICES[on_gpu])
         tokens = self._microbatch(config.token_budget, work.passed_tokens, on_gpu)
         held = memory.scoring(
             self.shape,
@@ -292,7 +292,7 @@ class Estimate:
             precision=precision,
             keys_per_token=work.keys_per_token,
         )
-        devices = self._devices(1, math.ceil(work.rollouts / ROWS_PER_SHARD))
+        devices = self._devices(1, math.ceil(work.rollouts / shard_rows(work.rollouts)))
         return Need(f"logprobs ({config.role})", devices, on_gpu, held)
 
     def sampling(self, config: GenerateConfig) -> Need:
@@ -305,7 +305,8 @@ class Estimate:
         uses_split = on_gpu and config.engine == "vllm"
         split = memory.split_of(options) if uses_split else 1
         of_engine = engine_gpus(options) if uses_split else 1
-        devices = self._devices(of_engine, math.ceil(work.rollouts / config.rows_per_shard))
+        num_shards = math.ceil(work.rollouts / config.rows_in_shard(work.rollouts))
+        devices = self._devices(of_engine, num_shards)
         dtype = config.dtype
         if dtype == "auto":
             has_bfloat16 = on_gpu or torch.cpu.get_capabilities().get("avx512_bf16")

@@ -3,7 +3,7 @@
 It starts runs of the deployment `stage/POOL`, waits for one of them, and ends the others. Look here
 if a stage in a pool waits, fails or does not end.
 
-With several workers, each run makes the same call. They share its shards, and the stage is done
+With several workers, each flow run gets the same call. They share its shards, and the stage is done
 when any of them returns. A failed run does not fail the stage while others are running; if all
 fail, the error is raised here. Prefect's server may be unreachable for minutes meanwhile. A run
 that no worker takes is logged, and given up if the pool has no worker online.
@@ -99,7 +99,7 @@ def run_in_pool(call: Call, tags: Sequence[str] = ()) -> Outcome:
 
 
 def for_workers(call: Call) -> Call:
-    """Return the call as a worker makes it on its host, with the store's absolute path and its id.
+    """Return the call as a worker runs it on its host, with the store's absolute path and its id.
 
     It is shared if the stage can be, unless it is forced.
     """

@@ -16,7 +16,7 @@ policy@k-1 samples the rollouts that improve it:
 
 With `overlap = 1`, iteration k+1 is sampled and scored while iteration k optimizes, by the policy
 that k starts from. Iteration 1 is therefore on-policy, and each later iteration k learns from
-rollouts of policy@k-2, one step old:
+rollouts of policy@k-2, one policy old:
 
     sample 1 (policy@0) · optimize 1 (policy@0 → 1) · optimize 2 (1 → 2)  · optimize 3 (2 → 3) · …
                         · sample 2 (policy@0)       · sample 3 (policy@1) · …
@@ -41,6 +41,7 @@ from prefect import flow
 from quiver.stages import CHAIN
 from quiver.stages.core.config import Config
 from quiver.stages.core.run.call import Outcome
+from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.reward.stage import with_fingerprints
 
 from .calls import check_stages, perform
@@ -48,7 +49,7 @@ from .evaluation import measure, printed_evaluation
 from .look.pages import Curve, link_report
 from .recipe import Recipe
 from .retention import clean_up
-from .rounds import Iteration, Round, choose_reference, fill_up, proximal_config
+from .rounds import Iteration, Round, choose_kl_reference, fill_up, proximal_config
 from .stopping import run_ahead
 from .tasks import as_tasks
 
@@ -67,8 +68,9 @@ def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> di
             prompts are not. A forced stage is not retried if it fails.
 
     Returns:
-        The object that `quiver run --json` prints: the run, the baseline, and for each iteration
-        its references, mean reward, evaluation and seconds by stage.
+        The object that `quiver run --json` prints: the run, the evaluation of the base model
+        (`baseline`), and for each iteration the references of its versions, mean reward,
+        evaluation and seconds by stage.
 
     Raises:
         ConfigError: If a stage cannot run with this recipe.
@@ -79,7 +81,7 @@ def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> di
         recipe = recipe.resolved()
         chain = Chain(recipe, forced)
         base = chain.import_policy()
-        # Before the baseline, so that a missing source is reported before anything is generated.
+        # Before the first evaluation, so that a missing source is reported before generation.
         prompts = chain.make_prompts(base, 1, 1)
         check = partial(chain.check_prompts, prompts.ref)
         baseline = printed_evaluation(measure(recipe, base, 0, forced, before=check))
@@ -128,8 +130,8 @@ class Chain:
 
         Args:
             policy: The policy that iteration `first` improves.
-            base: The reference if `reference.rule` is "fixed". Replay, and a reference that moves,
-                begin with iteration `first`.
+            base: The KL term's reference policy if `reference.rule` is "fixed". Replay, and a
+                reference policy that moves, begin with iteration `first`.
             first: Number of the first iteration.
             first_round: Number of its first round. Default: the iteration's number.
             prompts: The first iteration's prompts, if they were made already.
@@ -139,16 +141,16 @@ class Chain:
         iterations: list[Iteration] = []
         earlier: list[Round] = []
         rounds = self.sample(policy, first, earlier, prompts, first_round)
-        reference = None
+        kl_reference = None
         for number in range(first, recipe.iterations + 1):
             starts = [policy, *(iteration.policy for iteration in iterations)]
             is_last = number == recipe.iterations
-            references = [base] if recipe.reference.rule == "fixed" else starts
+            candidates = [base] if recipe.reference.rule == "fixed" else starts
             if recipe.optimize.kl_coef > 0:
-                reference = choose_reference(
+                kl_reference = choose_kl_reference(
                     recipe.reference,
-                    references,
-                    reference,
+                    candidates,
+                    kl_reference,
                     label=f"reference {number}/{recipe.iterations}",
                     into=f"{recipe.run}.ref",
                     iteration=number,
@@ -156,11 +158,11 @@ class Chain:
             newest_first = iterations[::-1][: recipe.optimize.replay]
             earlier += rounds
             sample_iteration = partial(self.sample, iteration=number + 1, earlier=earlier)
-            overlap = nullcontext()
+            sampling_ahead = nullcontext()
             if recipe.overlap and not is_last:
-                overlap = run_ahead(partial(sample_iteration, starts[-1]))
-            with overlap as next_rounds:
-                iteration = self.update(starts[-1], reference, rounds, newest_first)
+                sampling_ahead = run_ahead(partial(sample_iteration, starts[-1]))
+            with sampling_ahead as next_rounds:
+                iteration = self.update(starts[-1], kl_reference, rounds, newest_first)
                 iterations.append(iteration)
                 finish(iteration)
                 if not is_last:
@@ -289,45 +291,46 @@ class Chain:
     def update(
         self,
         policy: str,
-        reference: str | None,
+        kl_reference: str | None,
         rounds: Sequence[Round],
         replayed: Sequence[Iteration],
     ) -> Iteration:
         """Train `policy` on the rounds of one iteration and return the finished iteration.
 
         Rounds of the `replayed` iterations, newest first, are trained on again, with logprobs
-        under the current reference. `reference` is the policy of the KL term, or None if the loss
-        has no KL term. With `prox_of = "start"`, all rounds get proximal logprobs under `policy`.
+        under the current `kl_reference`, the policy that the KL term compares with; it is None if
+        the loss has no KL term. With `prox_of = "start"`, all rounds get proximal logprobs under
+        `policy`.
         """
         recipe, number = self.recipe, rounds[0].iteration
-
-        def logprobs_of(sampled: Round, config: Config, under: str) -> Outcome:
-            refs = {"rollouts": sampled.rollouts, "policy": under}
-            if sampled.iteration == number:
-                options = self.options("logprobs", number, sampled.number)
-            else:
-                label = f"logprobs of {sampled.iteration}/{recipe.iterations}"
-                options = {"iteration": sampled.iteration, "label": label}
-            return perform("logprobs", config, refs, **options)
-
         # the iteration's own rounds come first; only they count in its seconds
         learned = [*rounds, *(sampled for iteration in replayed for sampled in iteration.rounds)]
         seconds: Counter[str] = Counter()
         for sampled in rounds:
             seconds.update(sampled.seconds)
+
+        def logprobs_under(policy: str, config: LogprobsConfig) -> list[str]:
+            refs = []
+            for sampled in learned:
+                options = self.options("logprobs", sampled.iteration, sampled.number)
+                if sampled.iteration != number:
+                    label = f"logprobs of {sampled.iteration}/{recipe.iterations}"
+                    options = {"iteration": sampled.iteration, "label": label}
+                inputs = {"rollouts": sampled.rollouts, "policy": policy}
+                outcome = perform("logprobs", config, inputs, **options)
+                refs.append(outcome.ref)
+                if sampled.iteration == number:
+                    seconds[f"logprobs {config.role}"] += outcome.seconds
+            return refs
+
         if recipe.optimize.prox_of == "start":
             config = proximal_config(recipe.optimize, recipe.logprobs, ())
-            prox = [logprobs_of(sampled, config, policy) for sampled in learned]
-            seconds["logprobs prox"] = sum(outcome.seconds for outcome in prox[: len(rounds)])
-            learned = [
-                replace(sampled, prox_logprobs=outcome.ref)
-                for sampled, outcome in zip(learned, prox, strict=True)
-            ]
-        config = recipe.logprobs.for_role("ref")
-        ref = [logprobs_of(sampled, config, reference) for sampled in learned if reference]
-        if ref:
-            seconds["logprobs ref"] = sum(outcome.seconds for outcome in ref[: len(rounds)])
-        refs: dict[str, Any] = {"policy": policy, "ref_logprobs": [outcome.ref for outcome in ref]}
+            pairs = zip(learned, logprobs_under(policy, config), strict=True)
+            learned = [replace(sampled, prox_logprobs=prox) for sampled, prox in pairs]
+        ref_logprobs: list[str] = []
+        if kl_reference:
+            ref_logprobs = logprobs_under(kl_reference, recipe.logprobs.for_role("ref"))
+        refs: dict[str, Any] = {"policy": policy, "ref_logprobs": ref_logprobs}
         for role in _LEARNED_FROM:
             versions = [getattr(sampled, role) for sampled in learned]
             refs[role] = [version for version in versions if version is not None]
@@ -337,7 +340,7 @@ class Chain:
         seconds["optimize"] = updated.seconds
         return Iteration(
             rounds=tuple(learned[: len(rounds)]),
-            ref_logprobs=ref[0].ref if ref else None,
+            ref_logprobs=ref_logprobs[0] if ref_logprobs else None,
             policy=updated.ref,
             seconds=dict(seconds),
         )

@@ -146,13 +146,14 @@ class Recipe(Config):
             )
         staleness = {"optimize.replay": self.optimize.replay, "overlap": self.overlap}
         if sum(staleness.values()) > self.optimize.max_staleness:
-            settings = [f"{name} = {steps}" for name, steps in staleness.items() if steps]
+            settings = [f"{name} = {policies}" for name, policies in staleness.items() if policies]
             raise ValueError(
                 f"optimize.max_staleness must be >= {' + '.join(settings)}, got "
                 f"{self.optimize.max_staleness}: the policies that sampled earlier are that much "
                 "older"
             )
         least = self.optimize.least_samples
+        # A user's own algorithm may compare groups: only its file, which is not read here, knows.
         is_own = self.optimize.algorithm not in ALGORITHMS
         self.data.check_refill(has_groups=least > 1 or is_own)
         if self.generate.samples_per_prompt < least:
@@ -357,7 +358,7 @@ def _source_fields(config: PromptConfig, section: str) -> tuple[dict[str, Any], 
             text = re.sub(_KEY_OF_DATA, f"{section}.", getattr(error, field))
             setattr(error, field, text)
         raise
-    # Offered as images instead.
+    # Functions get the column of pictures as `images` instead.
     columns = [column for column in columns if column != config.images]
     return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}, columns
 

@@ -220,7 +220,7 @@ def make_logprobs(
     """Return the logprobs that [optimize] needs beside rollouts and rewards; missing ones are made
     now.
 
-    The reference of the KL term is the first policy of the line.
+    The KL term's reference policy is the first policy of the line.
     """
     policies: RefLists = {}
     if optimize.kl_coef > 0:

@@ -13,12 +13,12 @@ Rounds are counted over the whole run, and their number decides rows and seeds: 
 rounds 1 to 3, iteration 2 begins with round 4. So no row is asked twice before all were asked, and
 a restarted run takes the same rounds, by the manifests alone.
 
-Some losses need further logprobs of saved rollouts. The KL term compares with a reference: a policy
-of the run, or a moving average. The ratio's denominator, the proximal logprobs, is computed with
-the trainer's numerics, if the recipe asks for it or the training needs it. With `prox_of =
-"behaviour"`, they are made right after sampling, under the policy that sampled. With `"start"`,
-they are made for all rollouts of an iteration, replayed ones too, under the policy that its
-training starts from.
+Some losses need further logprobs of saved rollouts. The KL term compares with a reference policy: a
+policy of the run, or a moving average of its policies. The ratio's denominator, the proximal
+logprobs, is computed with the trainer's numerics, if the recipe asks for it or the training needs
+it. With `prox_of = "behaviour"`, they are made right after sampling, under the policy that sampled.
+With `"start"`, they are made for all rollouts of an iteration, replayed ones too, under the policy
+that its training starts from.
 """
 
 from __future__ import annotations
@@ -72,14 +72,15 @@ class Iteration:
     rounds: tuple[Round, ...]
     """Usually one; with [data] refill there may be more."""
     ref_logprobs: str | None
-    """The first round's logprobs under the reference of the KL term. None: the loss has no KL
+    """The first round's logprobs under the KL term's reference policy. None: the loss has no KL
     term."""
     policy: str
     """The policy that this iteration made."""
     seconds: dict[str, float]
     """Seconds by stage, over all rounds."""
     evaluation: dict[str, Any] | None = None
-    """Score, standard error and n of that policy and of the baseline. None: not measured."""
+    """Score, standard error and n of that policy and, as `baseline`, of the base model. None: not
+    measured."""
 
     @property
     def number(self) -> int:
@@ -130,7 +131,7 @@ def fill_up(
     """Add further rounds to the first round of an iteration until enough groups have contrast.
 
     Args:
-        refill: The rule of [data].
+        refill: [data] refill: how many groups need contrast, and the most rounds.
         store: Folder of the store.
         first: The iteration's first round.
         earlier: All rounds of previous iterations.
@@ -170,20 +171,20 @@ def fill_up(
 # -- further logprobs of saved rollouts
 
 
-def choose_reference(
+def choose_kl_reference(
     rule: Reference, policies: Sequence[str], previous: str | None, **options: Any
 ) -> str:
-    """Return the reference of an iteration's KL term.
+    """Return the reference policy of an iteration's KL term.
 
     Args:
         rule: The recipe's [reference].
         policies: The policies to choose from, oldest first: the starting policy of every iteration
             so far, or only the base for a fixed rule.
-        previous: The previous iteration's reference, which a moving average continues.
+        previous: The previous iteration's reference policy, which a moving average continues.
         options: Label, run and iteration of the stage that makes a moving average.
     """
     if rule.rule != "ema" or previous is None:
-        return policies[rule.start(len(policies)) - 1]
+        return policies[rule.source_iteration(len(policies)) - 1]
     refs = {"reference": previous, "policy": policies[-1]}
     return perform("average", AverageConfig(rate=rule.rate), refs, **options).ref
 

@@ -23,7 +23,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.call import Call
 from quiver.stages.core.store import Store
 
-from .calls import Maker, calls_of
+from .calls import CallRunner, calls_of
 from .post_train import Chain, post_train
 from .recipe import Recipe
 from .retention import Retention
@@ -39,7 +39,7 @@ class NotFinished(Exception):
     """Raised instead of making a stage that is not done yet."""
 
 
-def _refuse(call: Call) -> Maker:
+def _refuse(call: Call) -> CallRunner:
     raise NotFinished(call.label)
 
 

@@ -155,8 +155,8 @@ class Reference(Config):
     rate: float = Field(0.1, gt=0, lt=1)
     """Share of the new policy for `ema`."""
 
-    def start(self, iteration: int) -> int:
-        """Return the iteration, counted from 1, whose starting policy is the reference."""
+    def source_iteration(self, iteration: int) -> int:
+        """Return the iteration whose starting policy is the reference in `iteration`."""
         if self.rule != "every":
             return 1
         return 1 + (iteration - 1) // self.iterations * self.iterations

@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from quiver.schemas.errors import ConfigError, SecurityError, printable
 from quiver.stages.core import ranks
-from quiver.stages.core.ranks import are_launched, is_led
+from quiver.stages.core.ranks import are_launched, follows_rank_0
 from quiver.stages.core.run.call import Call
 from quiver.stages.core.run.subprocesses import Stopped
 from quiver.stages.model.devices import engine_gpus
@@ -170,7 +170,7 @@ def server_limit(name: str | None) -> AbstractContextManager[None]:
 
     Raises ConfigError if the server has no such limit.
     """
-    if name is None or is_led():
+    if name is None or follows_rank_0():
         return nullcontext()
     from prefect.client.orchestration import get_client
     from prefect.concurrency.sync import concurrency

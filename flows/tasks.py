@@ -28,7 +28,7 @@ from quiver.stages.core.run.runner import find_outcome
 from quiver.stages.core.run.stage_process import end_waiting
 from quiver.stages.core.run.subprocesses import Stopped
 
-from .calls import Maker, calls_of
+from .calls import CallRunner, calls_of
 from .dispatch import run_at
 from .look.pages import show_version
 from .placement import GivenUp
@@ -111,7 +111,7 @@ def as_tasks(recipe: Recipe, *, expired: bool = False) -> Iterator[None]:
     """
     placement = recipe.placement
 
-    def task_for(call: Call) -> Maker:
+    def task_for(call: Call) -> CallRunner:
         if FlowRunContext.get() is None:
             return stage_task.fn
         retries = 0 if call.force else placement.retries

@@ -16,15 +16,16 @@ from contextlib import contextmanager
 from itertools import product
 
 from quiver.schemas import refs
-from quiver.schemas.errors import LineageError, QuiverError, SchemaError, printable
+from quiver.schemas.errors import CorruptError, LineageError, QuiverError, SchemaError, printable
 from quiver.schemas.fields import kind_of
 from quiver.schemas.manifest import Manifest, content_hash
 from quiver.schemas.refs import Ref
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.store import Store, Version, marks, schema_module
 from quiver.stages.core.store.arrow_check import ArrowCheck
+from quiver.stages.core.store.leases import Leases
 from quiver.stages.core.store.notes import damaged_notes
-from quiver.stages.core.store.retention import folders_of, users_of
+from quiver.stages.core.store.retention import folders_of, unfinished, users_of
 from quiver.stages.model.checkpoints import adapter_base, is_adapter_alone, model_entry
 
 
@@ -54,6 +55,9 @@ def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[Quiver
                             f"one: {', '.join(users) or 'nothing'}."
                         )
                         error.next = f"quiver verify {version_ref} --quarantine"
+                        if not (tags or versions or store.storage.list(version_ref.folder)):
+                            folder = f"{store.url}/{version_ref.folder}"
+                            error.next = shlex.join(["rmdir", printable(folder, 4096)])
                     raise
     if ref is None:
         _verify_around(store, errors)
@@ -74,6 +78,9 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
         for kind in refs.KINDS:
             with _collected(errors, f"{run}/{kind}/.work"):
                 errors += damaged_notes(store.storage, run, kind)
+            with _collected(errors, f"{run}/{kind}/.work"):
+                for work in unfinished(store, run, kind):
+                    Leases(store.storage, f"{work.prefix}.leases").holders()
             with _collected(errors, f"{run}/{kind}"):
                 listing = store.listing(run, kind)
                 for name, numbers in listing.marks.items():
@@ -83,10 +90,10 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
 
 
 def _verify_target(store: Store, run: str, name: str, kind: str) -> None:
-    """Raise LineageError if the version that a tag points at is gone or another one."""
+    """Raise LineageError if the version that a tag points at is gone, torn or another one."""
     try:
         store.resolve(f"{run}/{kind}@{name}")
-    except LineageError as error:
+    except (LineageError, CorruptError) as error:
         raise LineageError(
             f"{run} tag {name}",
             f"points at {error.object}: {error.message}",
@@ -178,17 +185,21 @@ def _verify_sources(store: Store, version: Version) -> None:
 def _manifest(store: Store, version: Version, ref: Ref) -> Manifest:
     """Return the manifest of a source of `version`, even if the source expired or was removed.
 
-    Raises LineageError if it is gone, or `ref` has no version number.
+    Raises LineageError if it is gone or torn, or `ref` has no version number.
     """
     if not isinstance(ref.version, int):
         problem = f"is made of {ref}, which is not a reference with a version number"
         raise LineageError(str(version.ref), problem, next=f"quiver lineage {version.ref}")
+    problem = "is gone"
     with storage_errors(ref):
-        if store.has_manifest(ref):
-            return store.version(ref).manifest
+        try:
+            if store.has_manifest(ref):
+                return store.version(ref).manifest
+        except CorruptError as error:
+            problem = f"is damaged: {error.message}"
     raise LineageError(
         str(version.ref),
-        f"{'its input ' if ref.kind not in ('advantages', 'updates') else ''}{ref} is gone",
+        f"{'its input ' if ref.kind not in ('advantages', 'updates') else ''}{ref} {problem}",
         next=f"restore {store.url}/{ref.folder} from a copy; without it {version.ref} is "
         "complete, but its lineage is not",
     )

@@ -24,7 +24,7 @@ from quiver.stages.model.loading import load_model
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize import stage as optimize
 from quiver.stages.optimize.accelerator import make_accelerator
-from quiver.stages.optimize.algorithms import resolve
+from quiver.stages.optimize.algorithms import find_algorithm
 from quiver.stages.optimize.trainer import Trainer
 from quiver.stages.prompt import stage as prompt
 from tests import tiny
@@ -127,7 +127,7 @@ def trainer(chain, rollouts=None, rewards=None, **config) -> Trainer:
         "rollouts": rollouts or chain.rollouts,
         "rewards": rewards or chain.rewards,
     }
-    row = resolve(config.algorithm)
+    row = find_algorithm(config.algorithm)
     loaded = joining.load(config, row, chain.store, inputs)
     return Trainer(
         config,

@@ -28,7 +28,7 @@ from quiver.schemas.errors import (
     printable,
     unexpected,
 )
-from quiver.stages.core.ranks import is_led
+from quiver.stages.core.ranks import follows_rank_0
 
 from . import cleaning, doctor, episodes, fitting, listing, placing, running, versions, viewing
 from .next_step import command_line, complete, options_in
@@ -71,7 +71,7 @@ def _program(
 
     Raises ConfigError if ranks of a launcher cannot share the command's work.
     """
-    if is_led() and context.invoked_subcommand != "optimize":
+    if follows_rank_0() and context.invoked_subcommand != "optimize":
         raise ConfigError(
             "command line",
             "only `quiver optimize` shares its work among a launcher's ranks",
@@ -89,7 +89,7 @@ app.add_typer(_store, name="store")
 
 def _say_stopped() -> None:
     """Print what a stopped command leaves behind, and the command that continues from there."""
-    if is_led():
+    if follows_rank_0():
         return
     text = "stopped"
     writes_nothing = sys.argv[1:2] in (["check"], ["fit"]) or "--dry-run" in sys.argv
@@ -187,7 +187,7 @@ def main() -> None:
     _settle_streams()
     if len(sys.argv) == 1:
         sys.argv.append("--help")
-    if is_led() and not {"--help", "--version"} & {*sys.argv}:
+    if follows_rank_0() and not {"--help", "--version"} & {*sys.argv}:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if "--json" in sys.argv:
         keep_stdout()
@@ -197,7 +197,7 @@ def main() -> None:
     handler.setFormatter(_ForTerminal("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("quiver").setLevel(logging.INFO)
-    if is_led():
+    if follows_rank_0():
         logging.getLogger("quiver").setLevel(logging.ERROR)
     # A stage's process logs these itself.
     logging.getLogger("quiver.stages").setLevel(logging.WARNING)

@@ -15,7 +15,7 @@ Cron = Annotated[str | None, typer.Option(help='schedule in cron notation, e.g. 
 Timezone = Annotated[
     str | None, typer.Option(help="time zone of --cron, e.g. Europe/Berlin; default: UTC")
 ]
-Overlap = Annotated[
+IfRunning = Annotated[
     Literal["queue", "skip"],
     typer.Option(help="if a run is due while the last one still runs: wait, or leave it out"),
 ]
@@ -43,7 +43,7 @@ def serve(
     recipe: RecipeFile,
     cron: Cron = None,
     timezone: Timezone = None,
-    overlap: Overlap = "queue",
+    if_running: IfRunning = "queue",
     on: On = None,
     now: Now = False,
     port: Annotated[
@@ -60,7 +60,7 @@ def serve(
     """Run a recipe on a schedule from this process. For a laptop: until Ctrl-C, without work
     pools."""
     loaded = read_recipe(recipe, settings, store)
-    where = room_above("deploy").Where("", cron, timezone, overlap, tuple(on or ()), now=now)
+    where = room_above("deploy").Where("", cron, timezone, if_running, tuple(on or ()), now=now)
 
     room_above("serve").serve(loaded, where, port, partial(say, lines=[]))
 
@@ -70,7 +70,7 @@ def deploy(
     pool: Annotated[str, typer.Option(help="work pool whose workers run it")],
     cron: Cron = None,
     timezone: Timezone = None,
-    overlap: Overlap = "queue",
+    if_running: IfRunning = "queue",
     on: On = None,
     image: Annotated[
         str | None, typer.Option(help="container image, for pools of type docker or kubernetes")
@@ -86,7 +86,7 @@ def deploy(
     """Register a recipe with a Prefect server. The options name its workers, its schedule and other
     triggers."""
     module = room_above("deploy")
-    where = module.Where(pool, cron, timezone, overlap, tuple(on or ()), image, folder, now)
+    where = module.Where(pool, cron, timezone, if_running, tuple(on or ()), image, folder, now)
     outcome = module.deploy(read_recipe(recipe, settings, store), where)
 
     def word(entry: dict[str, Any]) -> str:

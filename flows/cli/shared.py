@@ -133,7 +133,8 @@ def read_recipe(
     """Read the recipe in `path` with the command's settings over it.
 
     The store is --store, else QUIVER_STORE, else the recipe's. `measures` is passed to
-    `Recipe.load`: false for commands that do not measure policies.
+    `Recipe.load`: false for commands that do not measure policies, so that a recipe whose
+    [evaluate] does not fit its [reward] can still be used to score, train or look.
     """
     from quiver.flows.recipe import load
 

@@ -28,6 +28,7 @@ from .shared import (
 
 if TYPE_CHECKING:
     from quiver.stages.core.store import Store
+    from quiver.stages.core.store.listing import Summary
 
 Compared = "RUN/evaluations@N, or RUN/policy@N or RUN: by its newest evaluation"
 
@@ -43,7 +44,8 @@ def ls(
 ) -> None:
     """List the versions: score or reward, tags, size, rows, time.
 
-    Unreadable versions are listed too, and the exit code is that of their error.
+    Unreadable versions are listed too, and the exit code is that of their error. A manifest that
+    was read before is not read again; `verify` reads all.
     """
     from quiver.stages.core.store.readable import readable_entries
 
@@ -69,13 +71,21 @@ def ls(
         whole = [(ref, entry) for ref, entry in entries if not entry.error]
         # sizes and row counts are right-aligned
         lines = aligned([HEADER, *listed(opened, whole)], right=(3, 4))
-        lines += [entry.error for _, entry in entries if entry.error]
-    _say_readable({"versions": rows}, lines, unreadable)
+    _say_readable({"versions": rows}, lines, entries, unreadable)
 
 
-def _say_readable(answer: dict[str, Any], lines: list[str], unreadable: list[QuiverError]) -> None:
-    """Print the answer and what could not be read; exit with the code of its first error."""
-    say(answer, lines + [f"{error.code} {error.object}: {error.message}" for error in unreadable])
+def _say_readable(
+    answer: dict[str, Any],
+    lines: list[str],
+    entries: list[tuple[Ref, Summary]],
+    unreadable: list[QuiverError],
+) -> None:
+    """Print the answer, and what is torn or could not be read; exit with the code of its error."""
+    torn = [entry.error for _, entry in entries if entry.error]
+    other = [f"{error.code} {error.object}: {error.message}" for error in unreadable]
+    say(answer, [*lines, *torn, *other])
+    if torn:
+        raise SystemExit(CorruptError.exit_code)
     if unreadable:
         raise SystemExit(unreadable[0].exit_code)
 
@@ -88,9 +98,11 @@ def _say_sizes(store: Store, run: str | None) -> None:
     from quiver.stages.core.store.retention import size_below
 
     rows = []
+    all_entries = []
     unreadable = []
     for name in [run] if run else store.runs():
         entries, errors = readable_entries(store, name)
+        all_entries += entries
         unreadable += errors
         num_bytes = sum(entry.bytes for _, entry in entries)
         on_disk = size_below(store, name)
@@ -104,7 +116,7 @@ def _say_sizes(store: Store, run: str | None) -> None:
     ]
     table.append(("the whole store", "", "" if run else words.size(num_bytes), words.size(on_disk)))
     answer = {"runs": rows, "store": on_disk}
-    _say_readable(answer, words.aligned(table, right=(1, 2, 3)), unreadable)
+    _say_readable(answer, words.aligned(table, right=(1, 2, 3)), all_entries, unreadable)
 
 
 def show(
@@ -114,14 +126,20 @@ def show(
     ] = None,
     store: StorePath = None,
     manifest: Annotated[
-        bool, typer.Option("--manifest", help="the manifest alone, as JSON")
+        bool,
+        typer.Option("--manifest", help="the manifest alone, as JSON; also of data that are gone"),
     ] = False,
 ) -> None:
     """Show a version, its numbers, and its first rows in words."""
+    from quiver.stages.core.store.readable import open_kept
+
     opened = open_store(store)
-    version = opened.open(ref)
+    version, gone = open_kept(opened, ref) if manifest else (opened.open(ref), {})
     fields = version.manifest.model_dump(mode="json", by_alias=True)
-    if answers_in_json():
+    if manifest:
+        answer = {"ref": str(version.ref), "manifest": fields, "rows": [], **gone}
+        say(answer, [json.dumps(fields | gone, indent=2, ensure_ascii=False)])
+    elif answers_in_json():
         from quiver.flows.look.episodes import numbers_of
 
         num_rows = 3 if n is None else n
@@ -131,12 +149,21 @@ def show(
         answer = {"ref": str(version.ref), "manifest": fields, "rows": first_rows}
         numbers = numbers_of(version)
         say(answer | ({} if numbers is None else {"episodes": numbers}), [])
-    elif manifest:
-        say({}, [json.dumps(fields, indent=2, ensure_ascii=False)])
     else:
         from quiver.flows.look.describe import describe
 
         say({}, describe(opened, version, 10 if n is None else n))
+
+
+_MARKS = {
+    "seen": "above",
+    "expired": "expired",
+    "removed": "removed",
+    "missing": "missing",
+    "replaced": "replaced: it has other content now",
+    "error": "torn",
+}
+"""Words for the marks of a node of a lineage."""
 
 
 def lineage(ref: ReadReference, store: StorePath = None) -> None:
@@ -145,15 +172,18 @@ def lineage(ref: ReadReference, store: StorePath = None) -> None:
 
     root = trace(open_store(store), ref)
     lines = []
+    torn = []
     waiting = [(root, "")]
     while waiting:
         node, indent = waiting.pop()
         role = f"{printable(node['role'])}: " if "role" in node else ""
-        mark = " (above)" if "seen" in node else ""
-        mark += " (expired)" if "expired" in node else " (missing)" if "missing" in node else ""
+        mark = "".join(f" ({words})" for name, words in _MARKS.items() if name in node)
         lines.append(f"{indent}{role}{printable(node['ref'])}{mark}")
+        torn += [node["error"]] if "error" in node else []
         waiting += [(child, f"{indent}  ") for child in reversed(node["inputs"])]
-    say(root, lines)
+    say(root, [*lines, *torn])
+    if torn:
+        raise SystemExit(CorruptError.exit_code)
 
 
 def diff(
@@ -221,11 +251,15 @@ def verify(
             raise ConfigError(ref, "is whole", next=f"quiver rm {ref}")
         put_aside = retention.put_aside(opened, ref)
         folder = f"{opened.url}/{opened.version(put_aside).prefix}"
+        tags, users = retention.users_of(opened, put_aside)
         lines = [
             f"{put_aside} is put aside; its files stay in {folder}",
             "the command that made it makes it again, under another number",
+            *(f"tag {name} points at it: give the tag to another version" for name in tags),
+            *(f"{user} was made of it" for user in users),
         ]
-        say({"quarantined": str(put_aside), "folder": str(folder)}, lines)
+        answer = {"quarantined": str(put_aside), "folder": str(folder)}
+        say(answer | {"tags": tags, "users": users}, lines)
         return
     checked, bad = verify_store(opened, ref)
     for error in bad:
@@ -233,7 +267,8 @@ def verify(
     lines = [*(str(error) for error in bad), f"{checked} checked, {len(bad)} bad"]
     say({"checked": checked, "bad": [error.to_dict() for error in bad]}, lines)
     if bad:
-        raise SystemExit(bad[0].exit_code)
+        # what is torn comes before what depends on it
+        raise SystemExit(min(error.exit_code for error in bad))
 
 
 def rm(

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import Manifest
-from quiver.schemas.refs import as_version, parse
+from quiver.schemas.refs import as_version
 from quiver.stages.core.store import Store
+from quiver.stages.core.store.readable import open_kept
 
 
 def sources_of(manifest: Manifest) -> dict[str, str]:
@@ -42,33 +44,45 @@ def lineage(store: Store, ref: str) -> dict[str, Any]:
     """Return `ref` and everything it was made from, down to the sources: {"ref", "stage", "inputs":
     [{"role", "ref", …}]}.
 
-    A version that occurs again is named without its inputs. A version deleted on purpose is marked
-    `expired`, one lost otherwise `missing`. The tree is as deep as the line of policies is long.
+    A version that occurs again is marked `seen`, and named without its inputs. Other marks:
+
+        expired, removed    when and why; only its manifest is kept
+        missing             there is no such version
+        replaced            another version has its number now, with other content
+        error               its manifest is torn
+
+    The tree is as deep as the line of policies is long. Raises LineageError or CorruptError about
+    `ref` itself.
     """
     root: dict[str, Any] = {"ref": ref}
     seen: set[str] = set()
-    waiting = [root]
+    waiting = [(root, None)]
     while waiting:
-        node = waiting.pop()
+        node, content_hash = waiting.pop()
         try:
-            manifest = store.open(node["ref"]).manifest
-        except LookupError:
-            gone = parse(node["ref"])
-            is_expired = isinstance(gone.version, int) and store.has_manifest(gone)
-            if not is_expired and node is root:
+            version, gone = open_kept(store, node["ref"])
+        except (LookupError, CorruptError) as error:
+            if node is root:
                 raise
-            node["expired" if is_expired else "missing"] = True
-            if not is_expired:
-                continue
-            manifest = store.version(gone).manifest
-        node |= {"ref": manifest.ref, "stage": manifest.stage, "inputs": []}
+            is_torn = isinstance(error, CorruptError)
+            node |= {"error": str(error).partition("\n")[0]} if is_torn else {"missing": True}
+            continue
+        manifest = version.manifest
+        node |= {"ref": manifest.ref, "stage": manifest.stage, "inputs": [], **gone}
+        if content_hash not in (None, manifest.content_hash):
+            node["replaced"] = True
+            continue
         if manifest.ref in seen:
             node["seen"] = True
             continue
         seen.add(manifest.ref)
-        node["inputs"] = [
-            {"role": role, "ref": ref, "inputs": []} for ref, role in sources_of(manifest).items()
-        ]
+        hashes = {entry.ref: entry.content_hash for entry in manifest.inputs}
+        for source, role in sources_of(manifest).items():
+            node["inputs"].append({"role": role, "ref": source, "inputs": []})
         # depth first: the last child is taken first, with everything below it
-        waiting += [child for child in reversed(node["inputs"]) if as_version(child["ref"])]
+        waiting += [
+            (child, hashes.get(child["ref"]))
+            for child in reversed(node["inputs"])
+            if as_version(child["ref"])
+        ]
     return root

@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
-from quiver.stages.core.ranks import is_led
+from quiver.stages.core.ranks import follows_rank_0
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -139,7 +139,7 @@ def shown_live() -> Iterator[None]:
     Of a launcher's ranks only the first shows them.
     """
     global _show  # noqa: PLW0603
-    if is_led():
+    if follows_rank_0():
         yield
         return
     from rich.console import Console

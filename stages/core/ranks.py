@@ -47,7 +47,7 @@ def are_launched() -> bool:
     return any(os.environ.get(name) for name in LAUNCHERS)
 
 
-def is_led() -> bool:
+def follows_rank_0() -> bool:
     """Return True if a launcher started this process as a rank beside rank 0, which speaks for all.
 
     A RANK that something else left in the environment counts for nothing.

@@ -68,7 +68,7 @@ def fill_cut_scores(
     return table, {"null": counted.null_count, "limited": num_counted, "limited_score": number}
 
 
-def steps_to_success(rollouts: Version, scores: pa.Array, threshold: float) -> dict[str, Any]:
+def turns_to_success(rollouts: Version, scores: pa.Array, threshold: float) -> dict[str, Any]:
     """Return statistics of the turns of successful episodes, whose score is at least `threshold`:
     their mean and median, and `within`, the share of all scored episodes that succeeded in at most
     so many turns. Empty for rollouts without episodes.
@@ -80,16 +80,15 @@ def steps_to_success(rollouts: Version, scores: pa.Array, threshold: float) -> d
         return {}
     turns = pc.list_value_length(rollouts.table(["turns"])["turns"]).to_numpy()
     scores = np.array(scores.to_pylist(), np.float64)  # null: NaN
-    steps = turns[scores >= threshold]
+    turns_taken = turns[scores >= threshold]
     num_scored = int((~np.isnan(scores)).sum())
-    within = {
-        str(most): float((steps <= most).sum() / num_scored) for most in sorted(set(steps.tolist()))
-    }
+    limits = sorted(set(turns_taken.tolist()))
+    within = {str(most): float((turns_taken <= most).sum() / num_scored) for most in limits}
     return {
-        "steps_to_success": {
-            "mean": float(steps.mean()) if len(steps) else None,
-            "median": float(np.median(steps)) if len(steps) else None,
-            "n": len(steps),
+        "turns_to_success": {
+            "mean": float(turns_taken.mean()) if len(turns_taken) else None,
+            "median": float(np.median(turns_taken)) if len(turns_taken) else None,
+            "n": len(turns_taken),
             "within": within,
         }
     }

@@ -34,7 +34,7 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import Writer
 
 from . import estimators
-from .answers import fill_cut_scores, steps_to_success
+from .answers import fill_cut_scores, turns_to_success
 from .config import Config
 
 STAGE_VERSION = 1
@@ -89,7 +89,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     not_scored = table["score"].null_count
     table, metrics = fill_cut_scores(config, table, inputs)
     metrics |= measure(config, table)
-    metrics |= steps_to_success(inputs["rollouts"], table["score"], threshold_of(config))
+    metrics |= turns_to_success(inputs["rollouts"], table["score"], threshold_of(config))
     if "baseline" in inputs:
         metrics |= compare(config, table, inputs["baseline"])
     writer.write_table(table)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.config import Config as Base
 from quiver.stages.core.config import Runtime, without_folder
-from quiver.stages.core.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.store.writer import ROWS_PER_SHARD, shard_rows
 from quiver.stages.turns.config import Turns
 
 from .engine import engine_options
@@ -47,10 +47,11 @@ class Config(Base):
     """The engine's own options: see `stages/generate/options.py`."""
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
     """auto: the GPU if there is one."""
-    rows_per_shard: Runtime[int] = Field(default=ROWS_PER_SHARD, ge=1)
+    rows_per_shard: Runtime[int | None] = Field(default=None, ge=1)
     """Rows written at once, and the unit of work for processes that share a run: with fewer shards
     than `placement.devices`, some GPUs stay idle. A crash loses the shards in progress: one, and
-    with vLLM also the shards that it decodes in the same batch (`max_num_seqs`)."""
+    with vLLM also the shards that it decodes in the same batch (`max_num_seqs`). Default: 256;
+    above 65,536 rows more, so that there are at most 256 shards, unless `turns` is set."""
     patience_seconds: Runtime[float | None] = Field(default=None, ge=0)
     """With several processes: how long an idle process waits for a shard that another process is
     making before it makes that shard too. Default: twice the slowest shard so far, and at least 30
@@ -77,6 +78,13 @@ class Config(Base):
                 'engine vllm-server needs options.urls, such as ["http://127.0.0.1:8000"]'
             )
         return self
+
+    def rows_in_shard(self, rows: int) -> int:
+        """Return the rows per shard of a version with `rows` rows."""
+        if self.rows_per_shard is not None:
+            return self.rows_per_shard
+        # with `ahead` = 1, all environments of a shard may be open at once
+        return shard_rows(rows) if self.turns is None else ROWS_PER_SHARD
 
     def key(self) -> dict[str, Any]:
         """Return the base class's key without the engine options that only affect speed or memory,

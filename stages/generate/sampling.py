@@ -17,7 +17,7 @@ def processed_logprobs(
     logits: torch.Tensor,
     sampling: Sampling,
     *,
-    step: int,
+    position: int,
     stop_ids: torch.Tensor,
     seen: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
@@ -27,7 +27,7 @@ def processed_logprobs(
     Args:
         logits: [B, V], raw.
         sampling: The penalties, temperature and filters to apply.
-        step: Position in the completion.
+        position: Place of the next id in the completion, from 0.
         stop_ids: [S] int64: masked before `min_tokens`.
         seen: [B, V] bool: the id is in the prompt or completion. Needed only for the repetition
             penalty.
@@ -36,7 +36,7 @@ def processed_logprobs(
     At temperature 0 the logprobs are those at temperature 1, as vLLM reports them.
     """
     logits = logits.float()
-    if step < sampling.min_tokens:
+    if position < sampling.min_tokens:
         logits = logits.index_fill(-1, stop_ids, -torch.inf)
     if seen is not None:
         penalty = sampling.repetition_penalty

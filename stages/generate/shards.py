@@ -33,7 +33,7 @@ class Shards:
     def __init__(self, writer: Writer, rows: Rows) -> None:
         self._writer = writer
         self._rows = rows
-        self._size = writer.rows_per_shard(rows.config.rows_per_shard)
+        self._size = writer.rows_per_shard(rows.config.rows_in_shard(len(rows)))
         # A version without rows still has one file.
         self._count = max(1, -(-len(rows) // self._size))
         self.handout = writer.shards_of(self._count)

@@ -94,8 +94,10 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         warn_of_ends(plan, policy)
         setup = engine_setup(config, policy, longest, most_pictures(config, prompts))
         options = engine_options(config.engine, config.options)
-        is_beside = isinstance(options, VllmOptions) and options.lora
-        base = (checkpoints.adapter_base if is_beside else base_of)(plan.store, policy)
+        # vLLM can hold the adapter apart from its base; other engines need the base only if the
+        # policy has no weights of its own
+        keeps_adapter = isinstance(options, VllmOptions) and options.lora
+        base = (checkpoints.adapter_base if keeps_adapter else base_of)(plan.store, policy)
         setup = replace(setup, base=base)
         # environments and their template are open meanwhile, if there are any
         with request_maker(plan, writer, setup) as new_requests:

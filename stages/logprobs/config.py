@@ -35,8 +35,8 @@ class Config(PassConfig):
     """Config of the logprobs stage."""
 
     role: Literal["ref", "prox"] = "ref"
-    """`ref`: the reference, for the KL term. `prox`: the ratio's denominator, computed with the
-    trainer's numerics."""
+    """`ref`: logprobs under the KL term's reference policy. `prox`: the ratio's denominator,
+    computed with the trainer's numerics."""
     prox_of: Literal["behaviour", "start"] = "behaviour"
     """For `prox`: the policy that sampled, or the one that a training starts from. The stage
     optimize refuses logprobs of another policy than its own `prox_of` names."""

@@ -13,7 +13,7 @@ from quiver.stages.model.devices import uses_gpu
 from quiver.stages.model.forward.layout import Sequences, prompt_numbers
 from quiver.stages.model.forward.pictures import Pictures
 from quiver.stages.model.forward.policy import Policy, compute_logprobs, token_budget
-from quiver.stages.model.forward.precision import narrow, resolve
+from quiver.stages.model.forward.precision import choose_precision, narrow
 from quiver.stages.model.forward.verify import choose_kernel, choose_mode
 from quiver.stages.model.loading import load_model
 from quiver.stages.model.ragged import Ragged
@@ -36,10 +36,10 @@ class LogprobPass:
     def __init__(self, config: Config, model: Version, base: Version | None = None) -> None:
         on_gpu = uses_gpu("logprobs.device", config.device)
         self.device = torch.device("cuda" if on_gpu else "cpu")
-        self.ways: dict[str, str] = {}
+        self.methods: dict[str, str] = {}
         """The chosen `packing` and `attention`, tested with the first rows; empty before that."""
         self._config = config
-        precision = resolve(config.precision, self.device)
+        precision = choose_precision(config.precision, self.device)
         self._policy = Policy(
             load_model(model, dtype=torch.float32, device=self.device, base=base),
             autocast=precision == "bf16",
@@ -64,17 +64,17 @@ class LogprobPass:
         nonempty_rows = completions.lengths.nonzero()[:, 0].tolist()
         prompt_of_row = prompt_numbers(prompts, rollouts["group_id"].to_pylist())
         policy = self._policy
-        is_first = nonempty_rows and not self.ways
+        is_first = nonempty_rows and not self.methods
         if is_first:
             packing = choose_mode(policy, sequences, prompt_of_row, self._config.packing)
-            self.ways["packing"] = packing
+            self.methods["packing"] = packing
             if self._config.precision == "bf16_pure":
                 narrow(policy.model)
         budget = self._config.token_budget or token_budget(self.device)
         microbatches = policy.microbatches(nonempty_rows, prompt_of_row, sequences, budget)
         if is_first:
             with torch.no_grad():
-                self.ways["attention"] = choose_kernel(policy, microbatches[0], sequences)
+                self.methods["attention"] = choose_kernel(policy, microbatches[0], sequences)
         token_logprobs = compute_logprobs(policy, microbatches, sequences)
         column = completions.with_values(token_logprobs.clamp(max=0.0)).to_arrow()
         ids = rollouts["rollout_id"].combine_chunks()

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from quiver.schemas.errors import LineageError, NumericError, printable
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store, Version
-from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer
+from quiver.stages.core.store.writer import Writer, shard_rows
 from quiver.stages.model import checkpoints
 from quiver.stages.model.loading import base_of, check_rows, short_of_memory
 
@@ -82,15 +82,16 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     check_rows(table, str(rollouts.ref), policy)
     _require_same_tokens(plan, policy)
     num_tokens = 0
+    size = shard_rows(len(table))
     forward_pass = pictures = None
     with short_of_memory("logprobs", "lower logprobs.token_budget"):
-        for index in writer.take_shards(max(1, -(-len(table) // ROWS_PER_SHARD))):
+        for index in writer.take_shards(max(1, -(-len(table) // size))):
             if forward_pass is None:  # loads nothing if no shard is missing
                 with writer.phase("load"):
                     forward_pass = LogprobPass(plan.config, policy, base_of(plan.store, policy))
                     pictures = load_pictures(plan.store, rollouts, table, policy)
-            start = index * ROWS_PER_SHARD
-            rows = table.slice(start, ROWS_PER_SHARD)
+            start = index * size
+            rows = table.slice(start, size)
             with writer.phase("pass"):
                 shard = forward_pass.compute_logprobs(
                     rows, pictures and pictures.slice(start, len(rows))
@@ -104,11 +105,10 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                 )
             num_tokens += _count_tokens(shard["logprobs"])
             writer.report_fields.update(
-                forward_pass.ways, tokens=num_tokens, device=forward_pass.device.type
+                forward_pass.methods, tokens=num_tokens, device=forward_pass.device.type
             )
             writer.write(index, shard)
-            done = min(start + ROWS_PER_SHARD, len(table))
-            log.info("logprobs: %d of %d rows", done, len(table))
+            log.info("logprobs: %d of %d rows", start + len(rows), len(table))
     reports = [report for report in writer.reports() if report.get("tokens")]
     first_report = reports[0] if reports else {}
     speed = sum(report["tokens"] / report["seconds"]["pass"] for report in reports)

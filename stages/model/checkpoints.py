@@ -3,8 +3,8 @@
 A policy version (a checkpoint) is a Hugging Face model directory that vLLM and transformers load
 directly. What is not the model itself is in folders, because vLLM reads every *.safetensors at the
 top: `optimizer/` (its state), `adapter/` (LoRA), `value_head/` or `critic/` (the critic). If so
-configured, there are no weights at the top: the model is then its base with the adapter (see
-`loading`). Pickled weights and code inside a model are refused.
+configured, there are no weights at the top: the model is then the adapter on its base, another
+policy version (see `loading`). Pickled weights and code inside a model are refused.
 
     ref = run_stage("policy", {"model": "path/to/model"}, store, into="arith")     # arith/policy@0
     tokenizer = load_tokenizer(store.open(ref))
@@ -328,7 +328,7 @@ def _model_entry(role: str, ref: str, hashes: list[tuple[str, str]]) -> ModelEnt
 
 
 def is_adapter_alone(version: Version) -> bool:
-    """True if the version is its base with an adapter, without weights of its own at the top."""
+    """True if the version is only an adapter on its base, without weights of its own at the top."""
     has_weights = any(
         name.endswith(".safetensors") and "/" not in name for name in version.files.names
     )

@@ -29,7 +29,7 @@ from quiver.stages.model import vllm_env
 from quiver.stages.model.devices import engine_gpus
 from quiver.stages.model.folder import load_errors
 from quiver.stages.model.forward import logprob_head
-from quiver.stages.model.forward.pictures import sight
+from quiver.stages.model.forward.pictures import vision_parameters
 
 USABLE = 0.97
 """Usable share of a device's memory; the rest is lost between blocks."""
@@ -127,7 +127,7 @@ def layers_of(trunk: nn.Module) -> Iterator[nn.Module]:
     left out.
     """
     names = set(getattr(trunk, "_no_split_modules", None) or ())
-    of_sight = {id(parameter) for parameter in sight(trunk)}
+    of_vision = {id(parameter) for parameter in vision_parameters(trunk)}
     uses = uses_of(trunk)
     within: set[nn.Module] = set()
     for module in trunk.modules():
@@ -136,7 +136,7 @@ def layers_of(trunk: nn.Module) -> Iterator[nn.Module]:
             continue
         within.update(module.modules())
         if all(
-            uses[number] == count and number not in of_sight
+            uses[number] == count and number not in of_vision
             for number, count in uses_of(module).items()
         ):
             yield module

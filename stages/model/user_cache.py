@@ -5,7 +5,8 @@
 
 A hash is remembered under the file's path, size, mtime_ns, ctime_ns and inode, in one small JSON
 file. A file that changed in the last two seconds may change again within one tick of its clock, so
-its hash is neither remembered nor reused. A hash for a new manifest is always computed.
+its hash is neither remembered nor reused. A hash for a new manifest is always computed. `Memory`
+keeps other small answers about files by the same rule.
 
 A folder appears in the cache complete, by a rename. If two processes make it at once, both succeed
 and the later result is discarded. Copied files are checked against their hashes, and a damaged
@@ -22,9 +23,10 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from quiver.stages.core.files import replacing, sha256_of
 from quiver.stages.core.threads import map_in_threads
@@ -47,6 +49,61 @@ def cache_folder(kind: str) -> Path | None:
     return folder if folder.is_absolute() else None  # without a home `~` is not expanded
 
 
+class Memory:
+    """What was computed from files, kept until one of them changes.
+
+        memory = Memory("sources", key, files)    # before they are read
+        content = memory.recall()                 # None if nothing is remembered
+        memory.keep(content)                      # plain JSON
+
+    A file that changes while it is read does not spoil the memory: the answer is kept for the file
+    as it was before, and no file looks like that again.
+    """
+
+    def __init__(self, kind: str, key: str, paths: Sequence[Path], made_by: Any = None) -> None:
+        """Look at the files. Raises OSError if one does not exist.
+
+        Args:
+            kind: Folder of the cache.
+            key: What is asked about the files, such as their path.
+            paths: All files that decide the answer. If there are none, nothing is remembered.
+            made_by: Software that decides the answer too, as plain JSON.
+        """
+        newest = 0
+        files = []
+        for path in map(Path.resolve, paths):
+            status = path.stat()
+            times = {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
+            newest = max(newest, *times.values())
+            files.append(
+                {"path": str(path), "size": status.st_size, "inode": status.st_ino, **times}
+            )
+        self._identity = {"files": files, "made_by": made_by}
+        cache = cache_folder(kind)
+        self._entry: Path | None = None
+        if cache is not None and files and time.time_ns() - newest >= _SETTLED_NS:
+            self._entry = cache / f"{hashlib.sha256(os.fsencode(key)).hexdigest()}.json"
+
+    def recall(self) -> Any:
+        """Return what was kept for these files as they are now, or None."""
+        if self._entry is not None:
+            with suppress(OSError, ValueError, TypeError, KeyError):
+                entry = json.loads(self._entry.read_bytes())
+                if entry["identity"] == self._identity:
+                    return entry["content"]
+        return None
+
+    def keep(self, content: Any) -> None:
+        """Remember `content` for these files, in place of what was kept before."""
+        if self._entry is None:
+            return
+        entry = {"identity": self._identity, "content": content}
+        with suppress(OSError):  # disk full or not writable: it is computed again next time
+            self._entry.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(self._entry, durable=False) as file:
+                file.write(json.dumps(entry).encode())
+
+
 def hash_files(paths: Iterable[Path], *, remembered: bool = False) -> list[tuple[str, str]]:
     """Return name and sha256 (64 hex digits) of each file, in the same order.
 
@@ -60,27 +117,14 @@ def hash_files(paths: Iterable[Path], *, remembered: bool = False) -> list[tuple
 
 def _hash_file(path: Path, remembered: bool) -> str:
     path = path.resolve()
-    status = path.stat()
-    times = {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
-    identity = {"path": str(path), "size": status.st_size, "inode": status.st_ino, **times}
-    entry_name = hashlib.sha256(bytes(path)).hexdigest()
-    cache = cache_folder("hashes")
-    is_settled = time.time_ns() - max(times.values()) >= _SETTLED_NS
-    has_memory = cache is not None and is_settled
-    entry_path = Path(cache or "", f"{entry_name}.json")
-    if remembered and has_memory:
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            entry = json.loads(entry_path.read_bytes())
-            if entry["identity"] == identity:
-                return entry["sha256"]
-    if remembered and status.st_size >= _LARGE:
-        shown.info("reading %s (%.1f GB) for its hash", path.name, status.st_size / 1e9)
-    sha256 = sha256_of(path)
-    if has_memory:
-        with suppress(OSError):  # disk full or not writable: the hash is computed again next time
-            entry_path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(entry_path, durable=False) as file:
-                file.write(json.dumps({"identity": identity, "sha256": sha256}).encode())
+    memory = Memory("hashes", str(path), [path])
+    sha256 = memory.recall() if remembered else None
+    if sha256 is None:
+        size = path.stat().st_size
+        if remembered and size >= _LARGE:
+            shown.info("reading %s (%.1f GB) for its hash", path.name, size / 1e9)
+        sha256 = sha256_of(path)
+        memory.keep(sha256)
     return sha256
 
 

@@ -59,7 +59,7 @@ def group_centered(rewards: Tensor, groups: Tensor) -> Tensor:
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     """A_i = R_i − mean of the other scored rewards in the group.
 
-    The baseline does not depend on R_i, so the policy gradient stays unbiased. It equals
+    The mean does not depend on R_i, so the policy gradient stays unbiased. It equals
     `group_centered` times n/(n−1).
 
     Args:
@@ -80,7 +80,7 @@ def batch_normalized(rewards: Tensor, groups: Tensor, epsilon: float = 1e-8) -> 
     """A_i = (R_i − mean_B) / (std_B + epsilon), with the unbiased (n−1) standard deviation over all
     scored rewards.
 
-    All prompts share one baseline. Groups are ignored, so one rollout a prompt is enough, and a
+    All prompts share one mean. Groups are ignored, so one rollout a prompt is enough, and a
     hard prompt looks the same as a bad answer. With a single group it is `group_normalized`, up to
     epsilon. B is the stage's whole dataset, before mini-batches and before any filter except for
     null rewards.
@@ -106,7 +106,7 @@ def batch_normalized_baseline(rewards: Tensor, groups: Tensor, epsilon: float = 
     """A_i = C_i / (std_B(C) + epsilon) with C_i = R_i − mean_g, the unbiased standard deviation
     over the batch.
 
-    The group's mean is the baseline, as in `group_centered`, and one scale serves all groups, so
+    The group's mean is subtracted, as in `group_centered`, and one scale serves all groups, so
     nearly equal rewards are not amplified, unlike in `group_normalized`. The batch mean of C is 0
     by construction and is not subtracted again: a group of equal rewards keeps exactly 0. With a
     single group it is `group_normalized`, up to epsilon.
@@ -143,7 +143,7 @@ def gae(
 
     λ trades the critic's bias for the reward's variance: with λ = 0 A_t is δ_t; with λ = 1 it is
     the discounted reward still to come minus V_t, and the return does not depend on the critic,
-    unless it is bootstrapped. Only completion tokens are steps, and nothing passes from one rollout
+    unless it is bootstrapped. t counts completion tokens only, and nothing passes from one rollout
     to the next. Systems that iterate over padded rows must not carry values through masked tokens.
 
     Args:

@@ -482,7 +482,7 @@ class Config(base.Config):
                 algorithm.advantage
             ).parameters.keys()
         changed = self.model_dump(include={*CRITIC_OPTIONS} - accepted, exclude_defaults=True)
-        if changed and not algorithm.critic:
+        if changed and not algorithm.has_critic:
             raise ValueError(
                 f"{', '.join(changed)} would have no effect: algorithm {algorithm.name!r} has no "
                 "critic. Leave out what has no effect, or take an algorithm with a critic: ppo"
@@ -510,7 +510,7 @@ class Config(base.Config):
 
     def _check_credit(self, algorithm: algorithms.Algorithm) -> None:
         """Raise ValueError if `credit` contradicts `algorithm` or another field."""
-        if self.credit == "gae" and not algorithm.critic:
+        if self.credit == "gae" and not algorithm.has_critic:
             raise ValueError(
                 f"credit = 'gae' would have no effect: algorithm {algorithm.name!r} has no critic. "
                 "Take ppo, or credit = 'turn'"
@@ -523,7 +523,7 @@ class Config(base.Config):
             return
         problem = ""
         token_form = {**algorithm.defaults, **self.surrogate_options()}.get("token_form")
-        if algorithm.critic:
+        if algorithm.has_critic:
             problem = f"algorithm {algorithm.name!r} has advantages of tokens: take credit = 'gae'"
         elif algorithm.advantage_of == "tokens":
             problem = f"algorithm {algorithm.name!r} has a baseline of its own: take grpo or rloo"
@@ -564,7 +564,7 @@ class Config(base.Config):
         if is_own and self.algorithm_source and self.drop_zero_variance is not None:
             return self
         source = self.require_unchanged_code()
-        algorithm = algorithms.resolve(self.algorithm)
+        algorithm = algorithms.find_algorithm(self.algorithm)
         try:
             # the row of a user's own algorithm is unknown before this
             self._check_algorithm(algorithm)
@@ -593,7 +593,7 @@ class Config(base.Config):
 
     def chosen_algorithm(self) -> algorithms.Algorithm:
         """Return the algorithm's row with the advantage that is set here. Raises ConfigError."""
-        algorithm = algorithms.resolve(self.algorithm)
+        algorithm = algorithms.find_algorithm(self.algorithm)
         if self.turn_advantage and algorithm.advantage_of != "turns":
             return dataclasses.replace(
                 algorithm, advantage=self.turn_advantage, advantage_of="turns"

@@ -119,7 +119,7 @@ def with_token_advantages(
         offsets=Ragged.from_lengths(places, lengths).offsets,
     )
     token_advantages = estimate(**chosen)
-    if algorithm.critic:
+    if algorithm.has_critic:
         token_advantages, returns = token_advantages
         if config.critic_lambda is not None:
             _, returns = estimate(**{**chosen, "gae_lambda": config.critic_lambda})

@@ -39,8 +39,8 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.core.files import write_bytes
 from quiver.stages.core.store import Version
 from quiver.stages.model.checkpoints import ADAPTER_FOLDER, ADAPTER_PREFIX, ADAPTER_WEIGHTS
-from quiver.stages.model.forward.pictures import sight
-from quiver.stages.model.forward.precision import resolve
+from quiver.stages.model.forward.pictures import vision_parameters
+from quiver.stages.model.forward.precision import choose_precision
 from quiver.stages.model.loading import load_as_stored, load_model
 
 from .checks import check_peft
@@ -70,7 +70,7 @@ def load_with_adapters(
     base = inputs["base"]
     if load:
         model = load(base)
-    elif resolve(config.precision, device) == "bf16":
+    elif choose_precision(config.precision, device) == "bf16":
         model = load_as_stored(base, device)
         stays = set(_read_by_linear_layers_alone(model))
         for parameter in model.parameters():
@@ -152,8 +152,8 @@ def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
         if isinstance(module, nn.Linear | Conv1D) and module is not head
     ]
     if config.target_modules == "all-linear":
-        of_sight = {id(parameter) for parameter in sight(model)}
-        return [name for name in linear if id(model.get_submodule(name).weight) not in of_sight]
+        of_vision = {id(parameter) for parameter in vision_parameters(model)}
+        return [name for name in linear if id(model.get_submodule(name).weight) not in of_vision]
     chosen = set()
     for target in config.target_modules:
         matching = [name for name in linear if f".{name}".endswith(f".{target}")]

@@ -5,12 +5,12 @@ The weights of the tokens are computed for the whole step, so the sums over its 
 any ranks, are the step's. Only an algorithm and a config are known here: no models, ranks or store.
 The config's options override the algorithm's defaults.
 
-    objective = Objective(config, resolve("grpo"))
+    objective = Objective(config, find_algorithm("grpo"))
     columns = batch.token_columns(layout.rows, device)
     whole_step = StepColumns(objective.weights(batch, members))
-    step = whole_step.at(batch.places(layout.rows), device)
-    loss, sums, log_ratio_max = objective.loss(columns, policy(layout), step)
-    objective.numbers(sums, num_tokens, warming=False, step=whole_step)
+    step_columns = whole_step.at(batch.places(layout.rows), device)
+    loss, sums, log_ratio_max = objective.loss(columns, policy(layout), step_columns)
+    objective.numbers(sums, num_tokens, warming=False, step_columns=whole_step)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Objective:
 
     def __init__(self, config: Config, algorithm: Algorithm) -> None:
         self.config = config
-        self.has_critic = algorithm.critic
+        self.has_critic = algorithm.has_critic
         self.kl_in_loss = config.kl_in_loss
         self.has_bonus = config.has_bonus
         self.surrogate = find_function("losses", algorithm.surrogate)
@@ -75,32 +75,32 @@ class Objective:
         return weights
 
     def loss(
-        self, columns: TokenColumns, outputs: tuple[Tensor, ...], step: StepColumns
+        self, columns: TokenColumns, outputs: tuple[Tensor, ...], step_columns: StepColumns
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weighted loss of a micro-batch. Nothing is read back from the device.
 
         Args:
             columns: the batch's columns for its n tokens.
             outputs: `Outputs` of the policy for these tokens.
-            step: the step's columns for these tokens.
+            step_columns: the step's columns for these tokens.
         Returns:
             The loss, its share of the step's sums ([NUM_SUMS] float64, for `numbers`), and the
             logarithm of the largest ratio of the policy's probability to the engine's.
         """
         config = self.config
         logprobs, entropy, values = outputs
-        weights = step.weights.float()
+        weights = step_columns.weights.float()
         tokens = losses.Tokens(logprobs, columns.anchor, columns.advantages, columns.offsets)
         token_losses, at_bound = self.surrogate(tokens, **self.options)
         if columns.prox_logprobs is not None:
             token_losses = token_losses * offpolicy.weight(
                 columns.anchor, columns.old_logprobs, columns.offsets, config.correction
             )
-        if step.learns is not None:
-            token_losses = token_losses * step.learns
+        if step_columns.learns is not None:
+            token_losses = token_losses * step_columns.learns
         policy_loss = (weights * token_losses).sum()
-        if step.nll_weights is not None:
-            policy_loss = policy_loss - (step.nll_weights.float() * logprobs).sum()
+        if step_columns.nll_weights is not None:
+            policy_loss = policy_loss - (step_columns.nll_weights.float() * logprobs).sum()
         weighted_entropy = (weights * entropy).sum()
         zero = torch.zeros((), device=logprobs.device)
         kl_loss = value_loss = zero
@@ -114,8 +114,9 @@ class Objective:
             )
             value_loss = (weights * value_losses).sum()
             critic_sums = critic.value_sums(values, columns.returns)
-        loss = policy_loss + step.kl_coef * kl_loss + config.value_coef * value_loss
-        loss = loss - step.entropy_coef * weighted_entropy if step.entropy_coef else loss
+        loss = policy_loss + step_columns.kl_coef * kl_loss + config.value_coef * value_loss
+        entropy_coef = step_columns.entropy_coef
+        loss = loss - entropy_coef * weighted_entropy if entropy_coef else loss
         with torch.no_grad():
             log_ratio = losses.log_ratio(logprobs, columns.old_logprobs)
             approx_kl = torch.expm1(log_ratio) - log_ratio
@@ -124,13 +125,15 @@ class Objective:
         return loss, torch.stack([term.double() for term in sums]), log_ratio.max()
 
     def numbers(
-        self, sums: Tensor, num_tokens: int, warming: bool, step: StepColumns
+        self, sums: Tensor, num_tokens: int, warming: bool, step_columns: StepColumns
     ) -> dict[str, float | None]:
         """Return losses and means of a step over `num_tokens` tokens, from the sums over its
         micro-batches. `warming`: only the critic learns."""
         policy_loss, kl_loss, value_loss, weighted_entropy, *totals = sums.tolist()
         clip_fraction, approx_kl, entropy, *critic_means = (total / num_tokens for total in totals)
-        loss = policy_loss + step.kl_coef * kl_loss - step.entropy_coef * weighted_entropy
+        kl_coef = step_columns.kl_coef
+        entropy_coef = step_columns.entropy_coef
+        loss = policy_loss + kl_coef * kl_loss - entropy_coef * weighted_entropy
         critic_numbers = {"value_loss": None}
         if self.has_critic:
             value_term = self.config.value_coef * value_loss
@@ -141,7 +144,7 @@ class Objective:
             "loss": loss,
             "policy_loss": policy_loss,
             "kl_loss": kl_loss,
-            "kl": kl_loss / float(step.weights.sum()),
+            "kl": kl_loss / float(step_columns.weights.sum()),
             "clip_fraction": clip_fraction,
             "approx_kl": approx_kl,
             "entropy": entropy,

@@ -11,6 +11,8 @@ The reasons, in this order: `abort` (the engine gave up), `not_scored` (null rew
 
     loaded = load(config, algorithm, store, {"policy": …, "rollouts": …, "rewards": …})
     loaded.batch; loaded.reasons; loaded.summary["dropped"]
+
+Not of the spine: `stage` calls `load` once, and only the details of joining are here.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def _load_trainer(
     if `loads_optimizer`."""
     import torch
 
-    from quiver.stages.model.forward.pictures import sight
+    from quiver.stages.model.forward.pictures import vision_parameters
     from quiver.stages.model.loading import base_of, load_model
 
     from . import critic
@@ -185,17 +185,17 @@ def _load_trainer(
     from .optimizer import load_optimizer_state, read_tensors
 
     policy = plan.inputs["policy"]
-    critic_kind = config.critic if algorithm.critic else None
+    critic_kind = config.critic if algorithm.has_critic else None
     trainer_class, load_on_cpu = trainer_of(config, accelerator)
     load = load_on_cpu or partial(load_model, dtype=torch.float32, device=accelerator.device)
-    whole = partial(load, policy, base=base_of(plan.store, policy))
+    load_whole = partial(load, policy, base=base_of(plan.store, policy))
     if config.lora:
         model = load_with_adapters(config, plan.inputs, accelerator.device, load_on_cpu)
     else:
-        model = whole()
-    value_trunk = critic.trunk_of(whole()) if critic_kind == "model" else None
+        model = load_whole()
+    value_trunk = critic.trunk_of(load_whole()) if critic_kind == "model" else None
     if not config.train_vision:
-        for parameter in sight(model):
+        for parameter in vision_parameters(model):
             parameter.requires_grad_(False)
     step = int(policy.manifest.metrics.get("step", 0))
     trainer = trainer_class(

@@ -7,7 +7,7 @@ rank; three in a row stop the stage. Nothing here knows of the store.
 
 Before the first update, the audit compares the trainer's logprobs of the sampled tokens with
 `old_logprobs`, the engine's. The mean over tokens of |trainer − old| may be at most
-`audit.max_mean_gap`; audit.py has the other bounds. If it is more, NumericError stops the training
+`audit.max_mean_gap`; audit.py has the other bounds. Beyond a bound, NumericError stops the training
 before any weight changes. `Trainer.prepare` says which rollouts are compared.
 
     trainer = Trainer(config, model, batch, algorithm, make_accelerator(config))
@@ -33,7 +33,7 @@ from quiver.schemas.errors import NumericError
 from quiver.stages.model.forward.layout import Layout, Sequences
 from quiver.stages.model.forward.packing import Piece, minibatches
 from quiver.stages.model.forward.policy import Outputs, Policy, compute_outputs, token_budget
-from quiver.stages.model.forward.precision import narrow, resolve
+from quiver.stages.model.forward.precision import choose_precision, narrow
 from quiver.stages.model.forward.verify import choose_kernel, choose_mode
 
 from . import critic, terms
@@ -96,7 +96,7 @@ class Trainer(SavedState):
         self.objective = Objective(config, algorithm)
         self.rank_share = slice(accelerator.process_index, None, accelerator.num_processes)
         """This rank's share of all ranks' micro-batches."""
-        self.precision = resolve(config.precision, accelerator.device)
+        self.precision = choose_precision(config.precision, accelerator.device)
         self.active = batch.active_rows(self.objective.zero_is_idle)
         """Rollouts that are passed through the model."""
         self._prepare_model(value_trunk)
@@ -128,7 +128,7 @@ class Trainer(SavedState):
         value_head = None
         self.critic: nn.Module | None = None
         """The value head, together with its own trunk if it has one."""
-        if self.algorithm.critic:
+        if self.algorithm.has_critic:
             width = self.model.get_output_embeddings().weight.shape[1]
             value_head = ValueHead(width).to(self.accelerator.device)
             self.critic = with_trunk(value_head, value_trunk)
@@ -173,7 +173,7 @@ class Trainer(SavedState):
     @property
     def warming(self) -> bool:
         """True if only the critic learns in the next step, and every weight of the policy stays."""
-        return self.algorithm.critic and self.step < self.config.critic_warmup_steps
+        return self.algorithm.has_critic and self.step < self.config.critic_warmup_steps
 
     def prepare(self) -> None:
         """Compute what the first update needs: advantages of tokens, and the audit.
@@ -211,9 +211,9 @@ class Trainer(SavedState):
         cut = self.batch.cut & self.config.bootstrap_length
         if bool(cut.any()):
             sequences, sampled = critic.with_next_state(sequences, cut)
-        self.policy.collision = True
+        self.policy.entropy_is_collision = True
         outputs = self._compute_outputs(self.active, sequences)
-        self.policy.collision = False
+        self.policy.entropy_is_collision = False
         last_values = torch.zeros(len(cut))
         last_values[cut] = outputs.values[~sampled]
         return {

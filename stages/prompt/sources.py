@@ -19,11 +19,18 @@ Bytes that are not UTF-8, broken JSON, duplicate keys and values that cannot be 
 ConfigErrors with file and line; no row is skipped silently. So are NUL and lone surrogates in JSON
 and CSV; other text is checked for NUL only if it becomes a prompt. Arrow files are memory-mapped.
 The others are held as Arrow, and become Python objects one shard at a time.
+
+Planning needs only hash and columns (`hash_and_columns`). For a file, and for a folder that
+`save_to_disk` wrote, they are remembered until a file changes (`stages/model/user_cache.py`).
+Generators, hub ids and sources with pictures are read each time, and so are rows for a new version.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,10 +38,12 @@ import pyarrow as pa
 
 from quiver.schemas.cells import holds
 from quiver.schemas.errors import ConfigError, did_you_mean, printable, quoted_name, reason
+from quiver.schemas.plain import read_json
 from quiver.stages.core import plugins
 from quiver.stages.core.config import parse
 from quiver.stages.core.file_rows import bad_source, csv_rows, json_rows
 from quiver.stages.core.files import HashingFile, sha256_of
+from quiver.stages.model.user_cache import Memory
 
 from .columns import CHUNK, plain_table, to_table
 from .config import INPUTS, SUFFIXES, Config, SourceConfig
@@ -56,8 +65,19 @@ class Source(NamedTuple):
     sha256: str
 
 
+def hash_and_columns(config: SourceConfig) -> tuple[str, list[str]]:
+    """Return the source's hash and columns. Reads it if they are not remembered. Raises
+    ConfigError."""
+    kept = _memory(config).recall()
+    if kept is not None:
+        return kept["sha256"], kept["columns"]
+    source = read(config)
+    return source.sha256, source.table.column_names
+
+
 def read(config: SourceConfig) -> Source:
     """Read the rows of `config.source`. Raises ConfigError, which names the line or row."""
+    memory = _memory(config)
     source = config.source
     path = Path(os.path.expanduser(source))
     sha256 = ""
@@ -89,22 +109,44 @@ def read(config: SourceConfig) -> Source:
     sha256 = sha256 or hash_rows(table)
     if config.images in table.column_names:
         sha256 = hash_with_files(table, config, sha256)
+    memory.keep({"sha256": sha256, "columns": table.column_names})
     return Source(table, sha256)
 
 
-def fill_in(config: Config, source: Source) -> Config:
+def _memory(config: SourceConfig) -> Memory:
+    """Return the memory of `config.source`. It stays empty unless files alone decide the rows."""
+    is_folder = config.source.startswith("datasets:")
+    path = Path(os.path.expanduser(config.source.removeprefix("datasets:"))).absolute()
+    files = [path] if path.suffix in SUFFIXES and not is_folder else []
+    if is_folder:
+        # a DatasetDict has one folder for each split; without state.json it is a hub id
+        folder = path if os.path.isfile(path / "state.json") else path / config.split
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            state = read_json((folder / "state.json").read_bytes())
+            names = ["state.json", "dataset_info.json"]
+            names += [file["filename"] for file in state["_data_files"]]
+            files = [folder / name for name in names]
+            files += [path / "dataset_dict.json"] if folder != path else []
+    if config.images or not all(map(os.path.isfile, files)):
+        files = []
+    key = json.dumps([str(path), config.split])
+    # the hash of rows also follows from the code that reads them
+    code = [sha256_of(Path(__file__).with_name(name)) for name in ("sources.py", "columns.py")]
+    return Memory("sources", key, files, [*code, version("pyarrow"), version("datasets")])
+
+
+def fill_in(config: Config, sha256: str, columns: list[str]) -> Config:
     """Return `config` with the source's hash and input column.
 
     Raises ConfigError if source and config do not match.
     """
-    if config.source_sha256 not in ("", source.sha256):
+    if config.source_sha256 not in ("", sha256):
         raise ConfigError(
             f"data.source {printable(config.source)}",
-            f"sha256 expected {config.source_sha256[:12]}…, found {source.sha256[:12]}…",
+            f"sha256 expected {config.source_sha256[:12]}…, found {sha256[:12]}…",
             next="restore the source as it was when the run began, or begin a new run; if the "
             "recipe names data.source_sha256, correct it",
         )
-    columns = source.table.column_names
     column_list = printable(", ".join(map(quoted_name, columns)))
     inputs = ("prompt",) if config.raw_text else INPUTS
     input_name = config.input or next((name for name in inputs if name in columns), None)
@@ -133,7 +175,7 @@ def fill_in(config: Config, source: Source) -> Config:
                 f"{did_you_mean(name, columns, hint if field == input_name else '')}",
                 next=f"set data.{field} to one of them",
             )
-    filled_in = {input_name: column, "source_sha256": source.sha256}
+    filled_in = {input_name: column, "source_sha256": sha256}
     return parse(type(config), {**dict(config), **filled_in}, "data")
 
 

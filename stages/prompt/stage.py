@@ -6,7 +6,7 @@ of the template: it is encoded in other pieces, or refused if that does not help
 the source is kept in `columns`. The weights do not matter here: the next policy with the same
 tokenizer reuses the finished prompts.
 
-    config = resolve(Config(source="sums.jsonl", prompt="question"))    # reads it, once a run
+    config = resolve(Config(source="sums.jsonl", prompt="question"))    # reads it, once
     ref = run_stage("prompt", config, store, policy="arith/policy@0")
 """
 
@@ -23,7 +23,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store, Version
-from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer
+from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer, shard_rows
 from quiver.stages.model import checkpoints
 from quiver.stages.model.chat.template import read_template
 
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 
 def resolve(config: Config) -> Config:
-    """Return `config` with the source's hash and input column. Reads the source. Raises
-    ConfigError."""
+    """Return `config` with the source's hash and input column. Reads the source, unless it is
+    remembered. Raises ConfigError."""
     return resolve_with_columns(config)[0]
 
 
@@ -49,10 +49,10 @@ def resolve_with_columns(config: Config) -> tuple[Config, list[str]]:
 
     Warns about columns that are not used.
     """
-    source = sources.read(config)
-    resolved = sources.fill_in(config, source)
-    warn_unused(resolved, source.table.column_names)
-    return resolved, source.table.column_names
+    sha256, columns = sources.hash_and_columns(config)
+    resolved = sources.fill_in(config, sha256, columns)
+    warn_unused(resolved, columns)
+    return resolved, columns
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
@@ -90,13 +90,13 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Render the rows that the plan's round takes. Raises ConfigError or SecurityError."""
     from .rows import Renderer, render_rows
 
-    config = plan.config
-    writer = writers["prompts"]
+    config, writer = plan.config, writers["prompts"]
     source = sources.read(config)
-    sources.fill_in(config, source)  # refuses a source that changed since planning
+    sources.fill_in(config, source.sha256, source.table.column_names)  # refuses a changed source
     group_ids = name_rows(config, source.table)
     chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
-    starts = range(0, len(chosen), ROWS_PER_SHARD)
+    size = writer.rows_per_shard(ROWS_PER_SHARD if config.images else shard_rows(len(chosen)))
+    shards = [chosen[start : start + size] for start in range(0, len(chosen), size)]
     policy = plan.store.open(plan.models[0].ref)
     template = read_template(config.template, "prompt.template", plan.models[0].template)
     with (
@@ -104,14 +104,14 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         open_environments(config) as environments,
         closing(Renderer(config, policy, template, environments.tools)) as renderer,
     ):
-        for index in writer.take_shards(len(starts)):
-            rows = chosen[starts[index] : starts[index] + ROWS_PER_SHARD]
+        for index in writer.take_shards(len(shards)):
+            rows = shards[index]
             openings = environments.openings(source.table, rows, group_ids)
             shard = render_rows(source.table, rows, group_ids, renderer, openings, chosen)
             writer.write(index, shard)
-            log.info("prompts: shard %d of %d", index + 1, len(starts))
+            log.info("prompts: shard %d of %d", index + 1, len(shards))
         columns = ["group_id", "messages", "prompt_ids"]
-        prompts = pa.concat_tables(writer.read(i).select(columns) for i in range(len(starts)))
+        prompts = pa.concat_tables(writer.read(i).select(columns) for i in range(len(shards)))
         of_assistant = renderer.of_assistant(prompts["messages"])
     rendered_ids = set(prompts["group_id"].to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]

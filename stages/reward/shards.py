@@ -29,7 +29,7 @@ from quiver.schemas.rewards import names_of
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Version
-from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer
+from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer, shard_rows
 
 from . import pictures, tables, turns
 from .config import SCORERS, Config
@@ -42,8 +42,7 @@ AHEAD = 2  # shards scored at a time
 
 
 class Shards:
-    """Shards of ROWS_PER_SHARD rollouts. Shards that an earlier attempt wrote are not scored
-    again."""
+    """The rollouts in shards. Shards that an earlier attempt wrote are not scored again."""
 
     def __init__(
         self, plan: Plan, writer: Writer, scorers: list[Scorer], allowance: Allowance
@@ -71,7 +70,11 @@ class Shards:
             names = plan.config.part_names
             of_turns = turns.are_told(plan.config, self._rollouts)
             self.earlier = aligned(earlier, self._rollouts, names, self._extras, of_turns=of_turns)
-        self._starts = range(0, max(1, self._rollouts.num_rows), ROWS_PER_SHARD)
+        num_rows = self._rollouts.num_rows
+        # the pictures of a shard are held in memory
+        has_pictures = pictures.OFFERED in self._prompts.column_names
+        self._size = ROWS_PER_SHARD if has_pictures else shard_rows(num_rows)
+        self._starts = range(0, max(1, num_rows), self._size)
         self._handout = writer.shards_of(len(self._starts))
         self._counted: set[int] = set()
         """Shards whose failures the allowance has counted."""
@@ -102,7 +105,7 @@ class Shards:
         return pa.concat_tables([self._writer.read(index) for index in range(len(self._starts))])
 
     def _shard(self, table: pa.Table | pa.Array, index: int) -> Any:
-        return table.slice(self._starts[index], ROWS_PER_SHARD)
+        return table.slice(self._starts[index], self._size)
 
     def _rows_to_score(self, index: int) -> pa.Array:
         """Return the positions within shard `index` of the rows to be scored."""

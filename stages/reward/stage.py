@@ -1,10 +1,16 @@
 """reward: turn rollouts into rewards/1 by the functions, models and servers of a recipe. Null means
 "not scored", never 0.
 
-Prompts are found through the rollouts' manifest and joined by group_id. Functions run in
-processes of their own (`pool`), models in this process (`models`), and servers are asked over HTTP
-(`servers`). A row for which a scorer failed has no reward. If more rows fail than `max_invalid`
-allows, the stage ends with RewardError as soon as that is certain; finished shards are kept.
+Prompts are found through the rollouts' manifest and joined by group_id. The scorers are functions,
+which run in processes of their own (`pool`), models, which run in this process (`models`), and
+servers, which are asked over HTTP (`servers`).
+
+A row's reward is the weighted sum of the scorers' numbers. A scorer that gives None for a row is
+left out of that row's sum. The reward is null if all scorers gave None, if one of them failed, or
+if the row's episode failed. Only a failed scorer makes a failed row. If more rows fail than
+`max_invalid` allows, the stage ends with RewardError as soon as that is certain; finished shards
+are kept.
+
 `with_fingerprints` fills in the fingerprint of each scorer (of a function, the hash of its file),
 or raises if the config asks for another one. Fingerprints enter the run key, so an edited function
 scores anew.

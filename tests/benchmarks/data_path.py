@@ -83,7 +83,7 @@ def _read(arguments: argparse.Namespace, rows: int) -> None:
         for version in inputs.values():
             version.verify()
     with clock.step("load"):
-        batch = load(Config().resolved(), algorithms.resolve("grpo"), store, inputs).batch
+        batch = load(Config().resolved(), algorithms.find_algorithm("grpo"), store, inputs).batch
     with clock.step("pack"):
         micros = pack(
             pieces_of(

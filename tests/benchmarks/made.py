@@ -14,7 +14,7 @@ import pyarrow as pa
 from quiver.schemas import fields, prompts, rewards, rollouts
 from quiver.stages.core.config import Config
 from quiver.stages.core.store import Store, Version
-from quiver.stages.core.store.writer import ROWS_PER_SHARD
+from quiver.stages.core.store.writer import shard_rows
 from quiver.stages.model.checkpoints import PolicyConfig, model_entry
 from quiver.stages.prompt.stage import Config as PromptConfig
 from tests.writing import begin, run_here
@@ -182,8 +182,9 @@ def write_version(
         "models": models,
     }
     with begin(store, RUN, kind, force=True, **about) as work:
-        for index, start in enumerate(range(0, len(table), ROWS_PER_SHARD)):
-            work.write(index, table.slice(start, ROWS_PER_SHARD))
+        size = shard_rows(len(table))
+        for index, start in enumerate(range(0, len(table), size)):
+            work.write(index, table.slice(start, size))
         return work.commit()
 
 

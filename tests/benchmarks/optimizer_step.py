@@ -290,7 +290,7 @@ def _quiver(arguments: argparse.Namespace) -> None:
         dtype=torch.float32,
         device=accelerator.device,
     )
-    trainer = Trainer(config, model, batch, algorithms.resolve("grpo"), accelerator)
+    trainer = Trainer(config, model, batch, algorithms.find_algorithm("grpo"), accelerator)
     batch.old_logprobs.copy_(trainer.compute_logprobs(range(total)))
     trainer.train()
     updates = trainer.updates

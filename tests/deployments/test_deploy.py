@@ -193,7 +193,7 @@ def test_a_host_is_known_by_a_name_that_tells_it_from_others(monkeypatch):
 def test_what_is_deployed_anew_takes_the_place_of_the_old(client):
     put(Where("box", **SCHEDULE, on=("feed/prompts",)), "run=moved")
     assert found(client, "moved").concurrency_options.collision_strategy == "ENQUEUE"
-    answer = put(Where("box", cron="30 4 * * 1", overlap="skip"), "run=moved", "iterations=5")
+    answer = put(Where("box", cron="30 4 * * 1", if_running="skip"), "run=moved", "iterations=5")
     assert answer["deployments"][0]["changed"] and not answer["deployments"][0]["new"]
     now = found(client, "moved")
     assert [schedule.schedule.cron for schedule in now.schedules] == ["30 4 * * 1"]

@@ -25,7 +25,7 @@ from prefect.utilities.callables import parameter_schema
 
 from quiver.deployments.automations import HEARTBEAT_SECONDS, TAG
 from quiver.deployments.deploy import recipe_parameters
-from quiver.deployments.paths import resolve
+from quiver.deployments.paths import make_absolute
 from quiver.flows.recipe import load
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +121,7 @@ def test_the_recipe_of_an_entry_is_whole_where_it_runs(entry, monkeypatch):
     monkeypatch.chdir(ROOT)
     ((_, inputs),) = steps_of(entry)
     folder = inputs.get("folder")
-    _, paths = resolve(
+    _, paths = make_absolute(
         load(inputs["file"], inputs.get("settings", [])),
         "a pool",
         folder=folder,

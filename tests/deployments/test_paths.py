@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from quiver.deployments.paths import PATHS, check_visible, resolve
+from quiver.deployments.paths import PATHS, check_visible, make_absolute
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.config import descriptions
@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 def resolved(*settings: str) -> dict:
-    recipe, _ = resolve(load("recipe.toml", settings), "a pool")
+    recipe, _ = make_absolute(load("recipe.toml", settings), "a pool")
     return recipe.model_dump(mode="json", exclude_unset=True)
 
 
@@ -44,9 +44,9 @@ def test_every_path_is_absolute_and_all_else_is_as_it_was(folder):
 
 
 def test_it_means_the_same_from_another_folder(folder, tmp_path, monkeypatch):
-    recipe, paths = resolve(load("recipe.toml"), "a pool")
+    recipe, paths = make_absolute(load("recipe.toml"), "a pool")
     monkeypatch.chdir(tmp_path)
-    assert resolve(recipe, "a pool") == (recipe, paths)
+    assert make_absolute(recipe, "a pool") == (recipe, paths)
     assert recipe.generate_config(1).seed == 7, (
         "the run's own seed still goes where a section has none"
     )
@@ -57,7 +57,7 @@ def test_a_deployed_run_finds_what_the_shell_made(folder):
     """Keys hold the bytes of a file and its name, not its folder: with absolute paths every stage
     is "already done"."""
     near = load("recipe.toml", [*QUICK, "generate.samples_per_prompt=2", "iterations=1"])
-    far, _ = resolve(near, "a pool")
+    far, _ = make_absolute(near, "a pool")
 
     made = run_iteration(near, Store(near.store))
     assert run_iteration(far, Store(far.store)) == made
@@ -119,7 +119,7 @@ def test_what_is_not_there_is_refused(folder, setting, told):
 
 
 def test_a_container_sees_what_is_mounted_under_the_same_path(folder):
-    _, paths = resolve(load("recipe.toml"), "a pool")
+    _, paths = make_absolute(load("recipe.toml"), "a pool")
     check_visible(paths, (str(folder.parent),), "a pool")
     check_visible({"store": Path("/srv/quiver/store")}, (), "a pool")
     for private in (folder / "store", Path.home() / "store", Path("/home/somebody/store")):
@@ -131,7 +131,7 @@ def test_environments_and_tools_by_their_files(tmp_path):
     (tmp_path / "game.py").write_text("")
     turns = {"tools": ["game.py:look", "python", "mcp:game --fast"], "parser": "game.py:parse"}
     recipe = load(DEMO, [f"generate.turns={_inline(turns)}"])
-    resolved, paths = resolve(recipe, "there", folder=tmp_path, must_exist=False)
+    resolved, paths = make_absolute(recipe, "there", folder=tmp_path, must_exist=False)
     assert resolved.generate.turns.tools == (
         f"{tmp_path}/game.py:look",
         "python",
@@ -139,7 +139,7 @@ def test_environments_and_tools_by_their_files(tmp_path):
     )
     assert paths["generate.turns.tools.0"] == paths["generate.turns.parser"] == tmp_path / "game.py"
     recipe = load(DEMO, ["generate.turns.environment=gymnasium:Some-v0"])
-    assert resolve(recipe, "there", must_exist=False)[0].generate.turns.environment == (
+    assert make_absolute(recipe, "there", must_exist=False)[0].generate.turns.environment == (
         "gymnasium:Some-v0"
     )
 

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 
 from quiver.flows import rerun, verification
-from quiver.flows.calls import Maker, calls_of, perform
+from quiver.flows.calls import CallRunner, calls_of, perform
 from quiver.flows.cli import versions as commands
 from quiver.flows.promotion import Promotion, judge
 from quiver.flows.recipe import Recipe
@@ -415,7 +415,7 @@ class NotMade(Exception):
     """A stage would be started now."""
 
 
-def refuse(call: Call) -> Maker:
+def refuse(call: Call) -> CallRunner:
     """What is not finished is not made."""
     raise NotMade(call.label)
 

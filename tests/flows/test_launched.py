@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quiver.flows.verification import verify
-from quiver.stages.core.ranks import is_led
+from quiver.stages.core.ranks import follows_rank_0
 from quiver.stages.core.store import Store
 from quiver.stages.optimize.config import Config
 from tests.flows.conftest import command_environment, left_behind, write_recipe
@@ -129,7 +129,7 @@ def test_what_other_programs_left_in_the_environment_is_no_launch(monkeypatch):
         with monkeypatch.context() as patch:
             for name, text in variables.items():
                 patch.setenv(name, text)
-            assert not is_led(), variables
+            assert not follows_rank_0(), variables
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert is_led()
+    assert follows_rank_0()

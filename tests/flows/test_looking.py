@@ -15,7 +15,9 @@ from quiver.flows.look.describe import score_line
 from quiver.flows.look.episodes import pieces_of
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.manifest import from_json
-from quiver.stages.core.store import Store
+from quiver.schemas.refs import Ref
+from quiver.stages.core.store import Store, marks
+from quiver.stages.core.store.listing import EXPIRED
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 from tests.stages.optimize import world
 from tests.tiny import make_policy
@@ -102,6 +104,20 @@ def test_show_prints_the_manifest_where_it_is_asked_for(store, capsys):
     assert fields == written.model_dump(mode="json", by_alias=True)
 
 
+def test_show_prints_the_manifest_of_what_expired_with_its_mark(store, tmp_path, capsys, in_json):
+    shutil.copytree(store, tmp_path / "store")
+    path = str(tmp_path / "store")
+    opened = Store(path)
+    written = opened.open("golden/rewards@1").manifest.model_dump(mode="json", by_alias=True)
+    marks.write(opened.storage, Ref("golden", "rewards", 1), EXPIRED, "gc, keep = 1")
+    mark = str(opened.with_expired().open("golden/rewards@1").mark)
+    versions.show("golden/rewards@1", None, path, True)
+    assert json.loads(capsys.readouterr().out) == written | {"expired": mark}
+    answer = in_json(versions.show, "golden/rewards@1", None, path, True)
+    assert (answer["manifest"], answer["rows"]) == (written, [])
+    assert answer["expired"] == mark and mark.endswith("gc, keep = 1")
+
+
 def test_the_report_of_a_policys_line_lies_beside_that_of_the_run(store, tmp_path, capsys):
     shutil.copytree(store, tmp_path / "store")
     for named in ("golden", "golden/policy@1"):
@@ -154,8 +170,11 @@ def test_a_damaged_version_and_a_damaged_tag_are_listed_among_the_others(store, 
     (tmp_path / "store/held/rewards/.index").unlink(missing_ok=True)  # it has read the manifest
     (tmp_path / "store/held/rewards/v000001/manifest.json").write_text("{")
     (tmp_path / "store/held/tags/best/000001.json").write_text("\0")
-    versions.ls("held", str(tmp_path / "store"))
-    lines = capsys.readouterr().out.splitlines()
+    for size in (True, False):
+        with pytest.raises(SystemExit) as end:
+            versions.ls("held", str(tmp_path / "store"), size)
+        assert end.value.code == 3
+        lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10
     assert sum(line.startswith("E-CORRUPT held/rewards@1") for line in lines) == 1
     assert not any(" best " in line for line in lines)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quiver.flows.calls import make_here
+from quiver.flows.calls import run_here
 from quiver.flows.dispatch import run_at
 from quiver.flows.placement import check_resident
 from quiver.flows.recipe import load
@@ -231,7 +231,7 @@ def test_a_call_that_keeps_no_process_takes_the_resident_one_and_ends_it(place):
 
 
 def test_a_stage_by_hand_keeps_no_engine(place):
-    make_here(call(place, 0), (), ())
+    run_here(call(place, 0), (), ())
     assert events(place) == ["start", "close"]
     assert not stage_process._waiting
 

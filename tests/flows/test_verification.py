@@ -11,11 +11,7 @@ import pytest
 
 from quiver.flows.cli import versions as versions_command
 from quiver.flows.verification import verify
-from quiver.schemas.errors import (
-    CorruptError,
-    LineageError,
-    QuiverError,
-)
+from quiver.schemas.errors import ConfigError, CorruptError, LineageError, QuiverError
 from quiver.schemas.manifest import FileEntry, ModelEntry, canonical, content_hash, digest
 from quiver.stages.core.files import sha256_of as sha256
 from quiver.stages.core.lineage import open_input
@@ -25,6 +21,7 @@ from quiver.stages.core.store.disk import Disk
 from quiver.stages.core.store.retention import Rule, collect, put_aside, remove
 from quiver.stages.core.store.storage import read_table
 from quiver.stages.model.checkpoints import model_entry
+from tests.stages.core.store.histories import make_policy, make_table
 from tests.stages.core.store.test_store import Settings, commit, work_on
 from tests.stages.optimize import world
 from tests.writing import begin
@@ -135,6 +132,31 @@ def test_what_was_made_of_other_content_is_told(store):
     assert "tag prod pointed at an earlier" in said(Store(store.url))
 
 
+def test_what_was_made_of_a_torn_version_is_told_beside_it(store):
+    """It is whole itself, so it is not put aside for that."""
+    first = commit(store)
+    second = commit(store, Settings(seed=1), inputs={"other": first})
+    (first.files.folder / "manifest.json").write_bytes(b"{")
+    torn, dependent = verify(Store(store.url))[1]
+    assert isinstance(torn, CorruptError) and torn.object == "a/logprobs@1"
+    assert isinstance(dependent, LineageError) and dependent.object == "a/logprobs@2"
+    assert dependent.message.startswith("its input a/logprobs@1 is damaged: manifest.json")
+    assert str(first.files.folder) in dependent.next
+    with pytest.raises(ConfigError, match="is whole"):
+        versions_command.verify(None, str(second.ref), True, store.url)
+
+
+def test_what_is_torn_decides_on_the_exit_code(store, command, monkeypatch):
+    """Also if the version that was made of it comes first."""
+    policy = make_policy(store, 0)
+    make_table(store, 0, models={"policy": policy})
+    (policy.files.folder / "manifest.json").write_bytes(b"{")
+    monkeypatch.chdir(Path(store.url).parent)
+    code, answer = command("verify", "--store", store.url)
+    objects = [(error["code"], error["object"]) for error in answer["bad"]]
+    assert objects == [("E-LINEAGE", "a/logprobs@1"), ("E-CORRUPT", "a/policy@0")] and code == 3
+
+
 def test_a_file_that_crashes_its_reader_crashes_a_child_alone(tmp_path, crashes):
     whole = tmp_path / "whole.arrow"
     with pa.ipc.new_file(whole, pa.schema([("a", pa.int64())])) as file:
@@ -189,6 +211,62 @@ def test_a_manifest_that_is_endless_is_not_read(store):
         assert "has 100000000000 bytes" in summary.error
 
 
+JUNK = {"file": lambda path: path.write_text("x"), "folder": Path.mkdir, "pipe": os.mkfifo}
+
+
+@pytest.mark.parametrize("junk", JUNK)
+@pytest.mark.parametrize("beside", ["leases", "leases/work", "notes"])
+def test_what_else_lies_in_unfinished_work_is_nobodys(store, beside, junk):
+    first = commit(store, shards=1)
+    with pytest.raises(KeyboardInterrupt), work_on(store, Settings(seed=1)) as work:
+        work.write(0, first.table())
+        raise KeyboardInterrupt
+    (place,) = (Path(store.url) / "a/logprobs/.work").glob(f"*.{beside}")
+    JUNK[junk](place / ".DS_Store")
+    assert said(store) == ""
+    assert collect(store, Rule()).work == []
+    assert remove(store, first.ref)[0] == first.ref
+    assert commit(store, Settings(seed=1), shards=1).ref.version == 2
+    assert not place.exists()
+
+
+@pytest.mark.parametrize("place", ["leases", "leases/work", "notes"])
+def test_a_file_in_place_of_a_folder_of_unfinished_work_is_told(store, place):
+    with pytest.raises(KeyboardInterrupt), work_on(store):
+        raise KeyboardInterrupt
+    (path,) = (Path(store.url) / "a/logprobs/.work").glob(f"*.{place}")
+    shutil.rmtree(path)
+    path.write_text("x")
+    assert f"{path.relative_to(Path(store.url))}: is not a folder" in said(store)
+
+
+def test_an_empty_folder_of_a_version_is_deleted_by_hand(store, capsys):
+    """It has no file to be put aside; a stage that reads `latest` stops at it."""
+    commit(store)
+    folder = Path(store.url) / "a/logprobs/v000002"
+    folder.mkdir()
+    with pytest.raises(CorruptError, match="is missing") as caught:
+        store.open("a/logprobs@latest")
+    assert caught.value.next == "quiver verify a/logprobs@2"
+    for ref in (None, "a/logprobs@2"):
+        (error,) = verify(store, ref)[1]
+        assert error.next == f"rmdir {folder}" and "refer to this one: nothing" in error.state
+    folder.rmdir()
+    assert said(store) == ""
+
+
+def test_a_version_whose_files_were_all_deleted_is_put_aside(store):
+    """Its number is not given again, because something refers to it."""
+    first = commit(store)
+    store.tag("a", "prod", first.ref)
+    for path in first.files.folder.iterdir():
+        path.unlink()
+    error = verify(store, first.ref)[1][0]
+    assert error.next == "quiver verify a/logprobs@1 --quarantine"
+    versions_command.verify(None, str(first.ref), True, store.url)
+    assert commit(store).ref.version == 2
+
+
 def test_tags_are_looked_at(store):
     first, second = commit(store), commit(store, Settings(seed=1))
     store.tag("a", "old", first.ref)
@@ -198,6 +276,15 @@ def test_tags_are_looked_at(store):
     assert "tag old: points at a/logprobs@1: there is no such version" in said(store)
     versions_command.tag("old", str(second.ref), store=store.url)
     assert said(store) == "" and store.tagged("a", "old") == str(second.ref)
+
+
+def test_a_tag_of_a_torn_version_is_told_beside_it(store):
+    first = commit(store)
+    store.tag("a", "prod", first.ref)
+    (first.files.folder / "manifest.json").write_bytes(b"{")
+    torn, tag = verify(Store(store.url))[1]
+    assert (torn.object, tag.object) == ("a/logprobs@1", "a tag prod")
+    assert tag.message.startswith("points at a/logprobs@1: manifest.json")
 
 
 def test_a_tag_moves_though_an_earlier_entry_cannot_be_read(store):
@@ -290,6 +377,16 @@ def test_something_else_in_place_of_an_object_is_a_typed_error(store, place, wro
     for use in uses:
         with suppress(QuiverError):
             use(Store(store.url))
+
+
+def test_what_refers_to_a_version_that_is_put_aside_is_named(store, in_json):
+    first = commit(store)
+    second = commit(store, Settings(seed=1), inputs={"other": first})
+    store.tag("a", "prod", first.ref)
+    store.tag("a", "other", second.ref)
+    (first.files.folder / "manifest.json").write_bytes(b"{")
+    answer = in_json(versions_command.verify, None, str(first.ref), True, store.url)
+    assert (answer["tags"], answer["users"]) == (["prod"], ["a/logprobs@2"])
 
 
 def test_a_damaged_version_is_put_aside_and_made_again(store):

@@ -91,7 +91,7 @@ def test_who_is_refused_is_told_of_what_the_call_can_do(call, holder, tmp_path):
     with pytest.raises(BusyError) as caught:
         run_stage("reward", call.config, call.store, in_process=True, **call.refs)
     assert caught.value.next == (
-        "wait for it, then run again; or make all these calls with share=True, so that they share "
+        "wait for it, then run again; or run all these calls with share=True, so that they share "
         "the work"
     )
     with pytest.raises(BusyError, match="is already doing this work alone") as caught:

@@ -9,4 +9,6 @@ def doubled(rewards, groups):
 
 
 DEFAULTS = {"clip_low": 0.1, "clip_high": 0.3}
-ALGORITHM = Algorithm("doubled", doubled, "clipped", "token_mean", DEFAULTS)
+ALGORITHM = Algorithm(
+    "doubled", advantage=doubled, surrogate="clipped", aggregation="token_mean", defaults=DEFAULTS
+)

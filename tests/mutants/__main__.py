@@ -62,6 +62,8 @@ class Copy:
         for name in _files(root):
             (self.root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, self.root / name, follow_symlinks=False)
+        if (root / ".servers").is_dir():
+            (self.root / ".servers").symlink_to(root / ".servers")
         self._link_package()
 
     def _link_package(self) -> None:

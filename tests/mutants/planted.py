@@ -66,8 +66,8 @@ PLANTED = (
     Planted(
         "collision_stays",
         "stages/optimize/trainer.py",
-        "self.policy.collision = False",
-        "self.policy.collision = True",
+        "self.policy.entropy_is_collision = False",
+        "self.policy.entropy_is_collision = True",
         (
             f"{OPTIMIZE}/test_otb.py::"
             "test_the_stage_takes_the_baseline_from_the_policy_that_it_starts_from",

@@ -21,7 +21,7 @@ from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize import advantages, estimators, losses, terms
 from quiver.stages.optimize import rollouts as joining
 from quiver.stages.optimize.accelerator import make_accelerator
-from quiver.stages.optimize.algorithms import ALGORITHMS, resolve
+from quiver.stages.optimize.algorithms import ALGORITHMS, find_algorithm
 from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer
 from quiver.stages.reward.functions import overlong
@@ -422,7 +422,7 @@ def test_trl_clamps_no_log_ratio(trainer):
 def test_a_step_of_two_micro_batches_is_the_whole_there_too_but_for_bnpo(trainer, row):
     """bnpo's gradient is the mean of the micro-batches' token means. The others need micro-batches
     of equally many rollouts."""
-    row = resolve(row)
+    row = find_algorithm(row)
     options = {key: value for key, value in row.defaults.items() if key != "drop_zero_variance"}
     named = settings(row.surrogate, row.aggregation, options) | (
         {"loss_type": "bnpo"} if row.name == "bnpo" else {}
@@ -510,7 +510,7 @@ def sampled(store, policy):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"])
 def test_the_gradient_of_every_weight(store, policy, sampled, trainer, algorithm):
-    row = resolve(algorithm)
+    row = find_algorithm(algorithm)
     config = Config(
         algorithm=algorithm,
         device="cpu",

@@ -30,11 +30,11 @@ def quiver_version() -> str:
 class Where:
     """Where a call runs and within which limits.
 
-    In a flow, `calls.perform` makes the call, and `placement.where_of` fills this in from
+    In a flow, `calls.perform` builds the call, and `placement.where_of` fills this in from
     [placement]; in `run_stage` all fields have their defaults. Whatever runs the call then works on
     a copy. For the workers of a pool, `pool.for_workers` sets `store_id`, and drops `pool` and
     `resident_engine`. `dispatch._run_together` drops `resident_engine`, and counts
-    `timeout_seconds` from the start of the first process. A call made by hand (`calls.make_here`)
+    `timeout_seconds` from the start of the first process. A call by hand (`calls.run_here`)
     has no `resident_engine` either.
     """
 
@@ -91,7 +91,7 @@ class Call:
     where: Where = Where()
     """Where it runs."""
     quiver: str = field(default_factory=quiver_version)
-    """Version of the program that made the call; a process of another version refuses it."""
+    """Version of the program that built the call; a process of another version refuses it."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the call in plain JSON."""

@@ -4,7 +4,7 @@ This module decides whether to force, share, resume, or answer "already done". A
 found in this process within milliseconds. Otherwise the stage runs in a child process, so that its
 memory and device are free when it ends; it ends with its caller. With `placement.resident_engine`
 the child of generate stays resident: it waits for the next call with its engine asleep, and keeps
-some memory. If it died meanwhile, or fails, that call is made in a fresh child, without an error.
+some memory. If it died meanwhile, or fails, that call runs in a fresh child, without an error.
 
     call = Call("generate", config, store.url, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
     outcome = find_outcome(call)    # only look; None if it is not finished
@@ -48,7 +48,7 @@ def plan_of(call: Call, store: Store | None = None) -> Plan:
 
 
 def find_outcome(call: Call, *, expired: bool = False) -> Outcome | None:
-    """Return the finished version that answers the call; None if it is missing or forced.
+    """Return the finished version that answers the call; None if there is none, or with `force`.
 
     With `expired`, versions whose files expired count as answers and as inputs too.
     """
@@ -206,7 +206,7 @@ def run_stage(
         store: the store, or its folder.
         into: run to write into. Default: the inputs' run.
         force: make a new version, even if a finished one exists.
-        share: share the work with other processes that make the same call.
+        share: share the work with other processes that run the same call.
         in_process: run in this process instead of a child.
         refs: references by role, such as `rollouts="arith/rollouts@3"`.
 
@@ -225,6 +225,6 @@ def run_stage(
         outcome = find_or_make(call, opened) if in_process else find_outcome(call) or run_call(call)
     except BusyError as error:
         if getattr(load_stage(stage), "SHARED", False) and not force and not share:
-            error.next += "; or make all these calls with share=True, so that they share the work"
+            error.next += "; or run all these calls with share=True, so that they share the work"
         raise
     return opened.resolve(outcome.ref)

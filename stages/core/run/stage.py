@@ -22,8 +22,8 @@ A stage may also have
     resolve(config) -> config                   read what the recipe names outside the store, once
     check(config, columns, prompts)             try out what `make` will need
     import_ahead(config)                        import what `make` needs, before its call arrives
-    accept(plan, version)                       refuse a finished version that a runtime knob rules
-                                                out today (reward: `max_invalid`)
+    accept(plan, version)                       refuse a finished version for a key of the config
+                                                outside the run key (reward: `max_invalid`)
     SHARED = True                               equal calls may divide its shards among them
     RANKS = True                                the ranks of torch.distributed do one call together
 
@@ -101,7 +101,8 @@ class RequiredRefs(dict):
 
 
 def is_made_alike(first: Manifest, second: Manifest) -> bool:
-    """Return True if one stage made both with one config, ignoring runtime knobs and inputs.
+    """Return True if one stage made both with one config, ignoring inputs and the keys outside the
+    run key (`Runtime`).
 
     False if the config has a key that this version of Quiver does not know.
     """

@@ -291,7 +291,7 @@ def end_waiting() -> None:
 
 @contextmanager
 def one_child_for_any_stage() -> Iterator[None]:
-    """Let one process answer all calls made inside, for any stage, as long as none fails.
+    """Let one process answer all calls inside, for any stage, as long as none fails.
 
     For work so small that most of its time would go into a process's imports.
     """

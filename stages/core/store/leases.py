@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import time
 import uuid
@@ -49,6 +50,7 @@ from .storage import Stamp, Storage, list_numbers
 SECONDS_TO_LIVE = 60.0
 """A lease that was not renewed for this long is free: another process may take it."""
 SECONDS_BETWEEN_RENEWALS = 10.0
+_NAME = re.compile("commit|work|worker-.+|shard-.+")
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,9 @@ class Leases:
         return f"{self.prefix}/{name}/{number:06d}"
 
     def names(self) -> list[str]:
-        """Return the names of all leases that were ever taken here."""
-        return self.storage.list(self.prefix)
+        """Return the names of all leases that were ever taken here. What else lies here is
+        nobody's."""
+        return list(filter(_NAME.fullmatch, self.storage.list(self.prefix)))
 
     def top(self, name: str) -> Link | None:
         """Return the object with the highest number, or None if the chain is empty."""

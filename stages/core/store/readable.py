@@ -8,12 +8,35 @@ from __future__ import annotations
 
 from itertools import product
 
-from quiver.schemas.errors import QuiverError
-from quiver.schemas.refs import KINDS, Ref
+from quiver.schemas.errors import LineageError, QuiverError
+from quiver.schemas.refs import KINDS, Ref, as_version
 from quiver.stages.core.files import storage_errors
 
-from .listing import Summary
-from .versions import Store
+from . import marks
+from .listing import EXPIRED, REMOVED, Summary
+from .versions import Store, Version
+
+
+def open_kept(store: Store, ref: str) -> tuple[Version, dict[str, str]]:
+    """Open a version, also one of which only the manifest is kept.
+
+    Returns:
+        The version; and its mark, {"expired": when and why} or {"removed": when and why}, if its
+        data are gone and no other version stands in for it.
+
+    Raises CorruptError, or LineageError if there is no such manifest.
+    """
+    try:
+        return store.open(ref), {}
+    except LineageError:
+        kept = as_version(ref)
+        for name in (REMOVED, EXPIRED) if kept else ():
+            mark = marks.read(store.storage, kept, name)
+            if mark is not None and store.has_manifest(kept):
+                version = store.version(kept)
+                version.manifest  # noqa: B018  a torn manifest is found here, not later
+                return version, {name: str(mark)}
+        raise
 
 
 def readable_entries(

@@ -36,7 +36,7 @@ class Entry(BaseModel):
     ref: str
     """Reference it points at since."""
     content_hash: str = ""
-    """Content hash of that version; empty if its manifest could not be read."""
+    """Content hash of that version."""
     why: str = ""
     key: str = ""
     """Identifies the decision. No two entries have the same key, unless it is empty."""

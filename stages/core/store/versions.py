@@ -425,7 +425,10 @@ class Store:
                     raise error
                 log.debug("%s is gone; %s has the same content", parsed, twin)
                 return twin
-            if not self.has_manifest(parsed) and not self.storage.list(parsed.folder):
+            if (
+                not self.has_manifest(parsed)
+                and parsed.version not in self.listing(parsed.run, parsed.kind).numbers
+            ):
                 raise self._nowhere(parsed, "there is no such version")
             return parsed
         if parsed.version == "latest":
@@ -567,6 +570,7 @@ class Store:
 
         Raises:
             ConflictError: the tag does not hold `expected`.
+            CorruptError: the version's manifest is torn.
         """
         check_name(name)
         target = self.resolve(ref, run)
@@ -576,9 +580,7 @@ class Store:
                 f"cannot point at {target}, a version of another run",
                 next=f"quiver tag {name} {target}",
             )
-        content_hash = ""
-        with suppress(CorruptError):
-            content_hash = self.version(target).manifest.content_hash
+        content_hash = self.version(target).manifest.content_hash
         tag = self._tag(run, name)
         with storage_errors(f"{run} tag {name}"):
             entry = tag.move(str(target), content_hash, expected, why, key, about or {})

@@ -87,13 +87,23 @@ from .storage import read_table, size_and_sha256
 from .versions import Version, schema_module
 
 ROWS_PER_SHARD = 256
-"""Rows per shard for work that is saved as it goes. A crash costs a process its unfinished shards:
-usually one; in generate about two, or more if its engine decodes more rows at once."""
+"""Least rows per shard for work that is saved as it goes (`shard_rows`). A crash costs a process
+its unfinished shards: usually one; in generate about two, or more if its engine decodes more rows
+at once. Rows with pictures, and episodes, keep this number, since those of a shard are in memory.
+"""
 ROWS_AT_ONCE = 2048
-"""Rows per shard when the whole table is in memory. It is larger, because each shard costs two
-flushes: of its file, and of its note."""
+"""Least rows per shard when the whole table is in memory. It is larger, because each shard costs
+two flushes: of its file, and of its note."""
+MOST_SHARDS = 256
+"""Most shards of a version whose shards grow with its rows. So a crash costs a process at most
+1/256 of a large version a shard, and 256 processes can share it."""
 _JOIN_SECONDS = 10.0
 log = logging.getLogger(__name__)
+
+
+def shard_rows(rows: int, least: int = ROWS_PER_SHARD) -> int:
+    """Return the rows per shard of a version with `rows` rows: a multiple of `least`."""
+    return least * max(1, math.ceil(rows / (least * MOST_SHARDS)))
 
 
 class Writer:
@@ -284,11 +294,11 @@ class Writer:
             self.shards.written(index)
 
     def write_table(self, table: pa.Table) -> None:
-        """Write all rows in shards of ROWS_AT_ONCE; an empty table makes one empty shard.
+        """Write all rows, in shards of at least ROWS_AT_ONCE; an empty table makes one empty shard.
 
         Raises SchemaError.
         """
-        rows = self.rows_per_shard(ROWS_AT_ONCE)
+        rows = self.rows_per_shard(shard_rows(len(table), ROWS_AT_ONCE))
         for index in self.take_shards(max(1, math.ceil(len(table) / rows))):
             self.write(index, table.slice(index * rows, rows))
 

@@ -254,24 +254,24 @@ class TransformersEngine:
 
     def _decode(self, batch: _Batch) -> Iterator[Completion]:
         sampling = self.setup.sampling
-        for step in range(batch.uniforms.shape[1]):
-            logits = self._logits(batch, is_first=step == 0)
+        for position in range(batch.uniforms.shape[1]):
+            logits = self._logits(batch, is_first=position == 0)
             logprobs = processed_logprobs(
                 logits,
                 sampling,
-                step=step,
+                position=position,
                 stop_ids=self.stop_ids,
                 seen=batch.seen,
                 counts=batch.counts,
             )
-            ids = draw(logprobs, batch.uniforms[:, step], sampling.temperature)
+            ids = draw(logprobs, batch.uniforms[:, position], sampling.temperature)
             batch.append(ids, logprobs)
             reasons = batch.stop_reasons(self.stop_ids)
             unended_rows = []
             for row, request in enumerate(batch.requests):
                 if row in reasons:
                     yield batch.completion(row, "stop", reasons[row])
-                elif step + 1 == self._most_tokens(request):
+                elif position + 1 == self._most_tokens(request):
                     yield batch.completion(row, "length", None)
                 else:
                     unended_rows.append(row)

@@ -196,7 +196,7 @@ def attend_by_products(
     """
     mask = block.mask(window, queries.dtype)
     if not block.causal:
-        first_hidden = 0 if window is not None else int(block.start.min())
+        first_hidden = 0 if window is not None else int(block.prefix_lengths.min())
         return _Products.apply(queries, keys, values, mask[..., first_hidden:], scaling)
     outputs = []
     for low in range(0, queries.shape[2], _ROWS):

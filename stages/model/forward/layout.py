@@ -1,9 +1,9 @@
 """The strip: many prompts and completions side by side, and which tokens attend to which.
 
-A micro-batch is one strip of L tokens without padding, which predict n completion tokens. Each
-piece puts its prompt into the strip once, followed by the completions that continue it. Their
-positions continue from the end of the prompt. The last id of a completion is only ever a target, so
-it is not in the strip. (A row, in `rows`, is the number of a rollout.)
+A micro-batch is one strip of L tokens without padding, which predict n completion tokens. It is
+made of pieces: a piece is a prompt, once, followed by some of the completions that continue it.
+Their positions continue from the end of the prompt. The last id of a completion is only ever a
+target, so it is not in the strip. (A row, in `rows`, is the number of a rollout.)
 
     two pieces: prompt A with completions x x x and y y y y, prompt B with completion z z
 
@@ -100,14 +100,14 @@ class Block:
     """Spans that attend together.
 
     `queries` [n, q] and `keys` [n, k] hold indices into the strip, one line for each span; short
-    lines are padded with index 0. Query t of span i sees its keys 0 … start[i] + t, so no real
-    query ever sees padding.
+    lines are padded with index 0. Query t of span i sees its keys 0 … prefix_lengths[i] + t, so no
+    real query ever sees padding.
     """
 
     queries: Tensor
     keys: Tensor
-    start: Tensor
-    """[n] length of each span's prefix."""
+    prefix_lengths: Tensor
+    """[n]"""
     causal: bool
     """True if no span has a prefix: queries and keys are the same tokens, so a plain causal mask is
     enough. False: a token still sees no later token, but `mask` must show it the prefix."""
@@ -122,7 +122,7 @@ class Block:
             num_keys = self.keys.shape[1]
             key_numbers = torch.arange(num_keys, device=self.keys.device)
             query_numbers = torch.arange(self.queries.shape[1], device=self.keys.device)
-            last_seen = self.start[:, None] + query_numbers
+            last_seen = self.prefix_lengths[:, None] + query_numbers
             # padding that sees no key would have NaN as its gradient, and 0 · NaN is NaN
             last_seen = last_seen.clamp(max=num_keys - 1)[..., None]
             visible = key_numbers <= last_seen

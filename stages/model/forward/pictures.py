@@ -264,7 +264,7 @@ def put_features(embeddings: Tensor, places: Tensor, features: Tensor, name: str
     return embeddings.index_copy(0, places, features.to(embeddings.dtype))
 
 
-def sight(model: nn.Module) -> Iterator[nn.Parameter]:
+def vision_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the weights that only pictures go through: all except the language model's and its
     embeddings'."""
     if not hasattr(model, "get_image_features"):

@@ -37,7 +37,8 @@ class Outputs(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
-    """Σ p² in its place if `Policy.collision`."""
+    """Entropy of the distribution that the token is drawn from; its collision probability Σ p² if
+    `Policy.entropy_is_collision`."""
     values: Tensor | None
     """None without a value head."""
 
@@ -73,8 +74,8 @@ class Policy(nn.Module):
         """If true, attend by the kernel for sequences of any lengths (`choose_kernel`)."""
         self.entropy_gradient = False
         """If true, the entropy has a gradient too."""
-        self.collision = False
-        """If true, compute Σ p² in place of the entropy; see `completion_logprobs`."""
+        self.entropy_is_collision = False
+        """If true, `Outputs.entropy` holds Σ p² instead; see `completion_logprobs`."""
         self.keeps_casts = True
         """If true, autocast keeps its casts."""
         self._projections: list[Group] = []
@@ -191,8 +192,8 @@ class Policy(nn.Module):
                     layout.temperature,
                     self.shaping,
                     None if logits_bias is None else logits_bias.flatten(),
-                    entropy_gradient=self.entropy_gradient and not self.collision,
-                    collision=self.collision,
+                    entropy_gradient=self.entropy_gradient and not self.entropy_is_collision,
+                    collision=self.entropy_is_collision,
                 )
             if self.value_head is None:
                 return Outputs(logprobs, entropy, None)

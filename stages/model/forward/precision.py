@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 
-def resolve(precision: str, device: torch.device) -> str:
+def choose_precision(precision: str, device: torch.device) -> str:
     """Return `precision`; for `auto`, the device's default: bf16 on a GPU, fp32 on a CPU."""
     if precision != "auto":
         return precision

@@ -145,7 +145,7 @@ def test_an_episode_that_was_not_scored_is_in_no_share_of_successes(store, polic
     sampled = episodes.write(store, policy, rows, "held")
     earned = {"a-1": [1.0], "a-2": [0.0, 0.0], "a-3": None}
     paid = episodes.write_rewards(store, sampled, lambda row: earned[row["rollout_id"]], "held")
-    steps = evaluate(store, (sampled, paid)).manifest.metrics["steps_to_success"]
+    steps = evaluate(store, (sampled, paid)).manifest.metrics["turns_to_success"]
     assert steps == {"mean": 1.0, "median": 1.0, "n": 1, "within": {"1": 0.5}}
 
 

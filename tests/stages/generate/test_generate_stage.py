@@ -20,7 +20,7 @@ from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.runner import run_stage
-from quiver.stages.core.store import Store
+from quiver.stages.core.store import Store, writer
 from quiver.stages.generate import shards, stage
 from quiver.stages.generate.prompts import select_prompts
 from quiver.stages.generate.requests import Requests
@@ -152,6 +152,24 @@ def test_same_work_is_already_done_and_other_work_is_not(store, policy, tmp_path
         path.write_text(f"def answer(prompt_ids, seed):\n    return [{last}]\n")
         edited = run(store, prompts, policy, options={"script": f"{path}:answer"})
         assert rows_of(edited)[0]["completion_ids"] == [last, EOS]
+
+
+def test_shards_grow_with_the_rollouts(store, policy, monkeypatch):
+    prompts = random_prompts(store, 200)
+    small = run(store, prompts, policy)
+    monkeypatch.setattr(writer, "MOST_SHARDS", 2)
+    large = run(store, prompts, policy, force=True)
+    sizes = [[entry.rows for entry in version.manifest.files] for version in (small, large)]
+    assert sizes == [[256, 256, 88], [512, 88]]
+    assert small.table().equals(large.table())
+
+
+def test_shards_of_episodes_do_not_grow():
+    """All environments of a shard may be open at once."""
+    single = config()
+    episodes = config(turns={"environment": "mine.py:Game"})
+    assert (single.rows_in_shard(1_000_000), episodes.rows_in_shard(1_000_000)) == (4096, 256)
+    assert config(rows_per_shard=7).rows_in_shard(1_000_000) == 7
 
 
 def test_rows_of_prompts_in_many_chunks(store, policy):

@@ -91,7 +91,7 @@ def test_penalties_are_of_the_ids_in_the_row(store, policy):
         logprobs = processed_logprobs(
             logits,
             sampling,
-            step=0,
+            position=0,
             stop_ids=torch.tensor([EOS]),
             seen=ids.bincount(**count)[None] > 0,
             counts=ids[len(prompt) :].bincount(**count)[None],
@@ -145,7 +145,7 @@ LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5]])
         # .564 * 0.2 = .113
         ({"min_p": 0.2}, [2, 1, -np.inf, -np.inf, 0.5]),
         ({"min_tokens": 1}, [-np.inf, 1, 0, -1, 0.5]),
-        ({"min_tokens": 1, "step": 1}, [2, 1, 0, -1, 0.5]),
+        ({"min_tokens": 1, "position": 1}, [2, 1, 0, -1, 0.5]),
         (
             {"repetition_penalty": 2.0, "seen": torch.tensor([[True, False, False, True, False]])},
             [1, 1, 0, -2, 0.5],
@@ -161,7 +161,7 @@ LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5]])
     ],
 )
 def test_processing(sampling, values):
-    state = {"step": 0, "seen": None, "counts": None}
+    state = {"position": 0, "seen": None, "counts": None}
     state |= {name: sampling[name] for name in state if name in sampling}
     sampling = Sampling(**{name: sampling[name] for name in sampling.keys() - state.keys()})
     logprobs = processed_logprobs(LOGITS, sampling, stop_ids=torch.tensor([0]), **state)

@@ -9,6 +9,7 @@ import torch
 
 from quiver.schemas.errors import ConfigError, LineageError, ResourceError, SchemaError
 from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import writer
 from quiver.stages.logprobs.stage import Config
 from quiver.stages.model.loading import load_model
 from quiver.stages.model.ragged import Ragged
@@ -74,6 +75,14 @@ def test_it_is_the_models_own_logprob(store, policy, other, rollouts, packing):
         assert (manifest.config["role"], manifest.model(role).ref) == (role, str(version.ref))
         attention = "model" if packing == "single" else "blocks"
         assert (manifest.metrics["packing"], manifest.metrics["attention"]) == (packing, attention)
+
+
+def test_shards_grow_with_the_rollouts(store, policy, monkeypatch):
+    rollouts = world.write_rollouts(store, policy, world.rows_of(policy, 120, 5))
+    monkeypatch.setattr(writer, "MOST_SHARDS", 2)
+    scored = score(store, rollouts, policy, role="prox")
+    assert [entry.rows for entry in scored.manifest.files] == [512, 88]
+    assert_close(logprobs(scored), expected(policy, rollouts))
 
 
 def test_its_rows_must_be_those_of_the_rollouts(store, policy, few, monkeypatch):

@@ -17,16 +17,8 @@ from quiver.stages.core.run.runner import Call, find_outcome, run_stage
 from quiver.stages.model import checkpoints, user_cache
 from quiver.stages.model.checkpoints import PolicyConfig
 from quiver.stages.model.user_cache import hash_files
+from tests.stages.conftest import LATER_NS
 from tests.tiny import make_folder
-
-LATER_NS = 3_000_000_000
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """The user's cache folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache/quiver/hashes"
 
 
 @pytest.fixture
@@ -40,13 +32,6 @@ def hashed(monkeypatch):
 
     monkeypatch.setattr(user_cache, "sha256_of", counted)
     return names
-
-
-@pytest.fixture
-def later(monkeypatch):
-    """Some seconds from now: what is changed from here on was changed long ago."""
-    now = time.time_ns
-    monkeypatch.setattr(user_cache.time, "time_ns", lambda: now() + LATER_NS)
 
 
 @pytest.fixture
@@ -76,7 +61,7 @@ def test_what_goes_into_a_manifest_is_computed_and_sets_the_memory_right(
 ):
     remembered(path)
     (entry,) = cache.iterdir()
-    entry.write_text(json.dumps({**json.loads(entry.read_text()), "sha256": "f" * 64}))
+    entry.write_text(json.dumps({**json.loads(entry.read_text()), "content": "f" * 64}))
     assert remembered(path)[0][1] == "f" * 64
     assert hash_files([path])[0][1] == sha256(b"first") == remembered(path)[0][1]
     assert len(hashed) == 2
@@ -119,7 +104,7 @@ def test_a_file_that_changed_just_now_is_neither_remembered_nor_believed(
     assert len(hashed) == 4
 
 
-@pytest.mark.parametrize("text", ["{", "null", '{"sha256": "0"}'])
+@pytest.mark.parametrize("text", ["{", "null", '{"content": "0"}'])
 def test_a_broken_memory_is_none(cache, hashed, later, path, text):
     remembered(path)
     (entry,) = cache.iterdir()

@@ -75,7 +75,7 @@ def own(tmp_path):
 
 def test_the_rows():
     for name, expected in ROWS.items():
-        row = algorithms.resolve(name)
+        row = algorithms.find_algorithm(name)
         assert (row.advantage, row.surrogate, row.aggregation, dict(row.defaults)) == expected
     for row in algorithms.ALGORITHMS.values():
         assert callable(find_function("advantages", row.advantage))
@@ -103,17 +103,17 @@ def test_the_tables_of_options_are_those_of_the_functions():
 @pytest.mark.parametrize("name", ["no_such_module:ALGORITHM", "math:NOTHING", "math:pi"])
 def test_a_dotted_path_that_leads_nowhere(name):
     with pytest.raises(ConfigError, match=r"optimize\.algorithm"):
-        algorithms.resolve(name)
+        algorithms.find_algorithm(name)
 
 
 def test_an_algorithm_in_a_file_or_a_module(own, tmp_path, monkeypatch):
-    assert algorithms.resolve(own()).name == "mine"
+    assert algorithms.find_algorithm(own()).name == "mine"
     monkeypatch.chdir(tmp_path)
-    assert algorithms.resolve("own_algo:MINE").name == "mine"
+    assert algorithms.find_algorithm("own_algo:MINE").name == "mine"
     first = Config(algorithm="own_algo:MINE").key()
     assert first["algorithm_source"] == hashlib.sha256(OWN.encode()).hexdigest()
     with pytest.raises(ConfigError, match="has no Algorithm MIN; did you mean MINE"):
-        algorithms.resolve("own_algo:MIN")
+        algorithms.find_algorithm("own_algo:MIN")
     own(OWN + "# edited\n")
     assert Config(algorithm="own_algo:MINE").key() != first
 
@@ -129,7 +129,7 @@ def test_an_own_algorithms_option_of_a_fields_name_is_that_field(own):
 
 def test_an_own_aggregation_may_look_at_groups(own):
     source = OWN.replace("'constant'", "lambda lengths, most, groups: groups.double()")
-    row = algorithms.resolve(own(source))
+    row = algorithms.find_algorithm(own(source))
     objective = Objective(Config(clip_high=0.2), row)
     batch = SimpleNamespace(
         counted_tokens=lambda members: (torch.ones(len(members), dtype=torch.int64), members),

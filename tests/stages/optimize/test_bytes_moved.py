@@ -17,7 +17,7 @@ from quiver.stages.model.forward.layout import Sequences
 from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.memory import shape_of
 from quiver.stages.model.ragged import Ragged
-from quiver.stages.optimize.algorithms import resolve
+from quiver.stages.optimize.algorithms import find_algorithm
 from quiver.stages.optimize.batch import Batch, StepColumns
 from quiver.stages.optimize.config import Config
 from quiver.stages.optimize.objective import Objective
@@ -97,7 +97,7 @@ def micro_batch(config, monkeypatch, *, fused: bool) -> Counter:
     batch = Batch(
         sequences, numbers, numbers, torch.ones(num_rollouts), old_logprobs, None, old_logprobs
     )
-    objective = Objective(Config(kl_coef=0.1), resolve("grpo"))
+    objective = Objective(Config(kl_coef=0.1), find_algorithm("grpo"))
     weights = objective.weights(batch, list(rollouts))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

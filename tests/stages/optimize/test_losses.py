@@ -10,7 +10,7 @@ import torch
 
 from quiver.schemas.errors import NumericError
 from quiver.stages.optimize import audit, losses, offpolicy, surrogates
-from quiver.stages.optimize.algorithms import find_function, resolve
+from quiver.stages.optimize.algorithms import find_algorithm, find_function
 from quiver.stages.optimize.config import Config, Correction
 from quiver.stages.optimize.objective import Objective
 from tests.stages.optimize.test_batch import batch_of
@@ -413,7 +413,7 @@ def test_a_ratio_on_a_bound_is_within_it():
 
 def test_a_gap_that_is_no_number_does_not_pass():
     batch = batch_of([2], [1.0], [1.0])
-    objective = Objective(Config().resolved(), resolve("grpo"))
+    objective = Objective(Config().resolved(), find_algorithm("grpo"))
     with pytest.raises(NumericError, match="nan nats"):
         audit.audit(objective, batch, torch.full((2,), torch.nan), [0])
 

@@ -21,7 +21,7 @@ from quiver.stages.model.forward.layout import Sequences
 from quiver.stages.model.loading import load_model, restore_dropout
 from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize.accelerator import make_accelerator
-from quiver.stages.optimize.algorithms import find_function, resolve
+from quiver.stages.optimize.algorithms import find_algorithm, find_function
 from quiver.stages.optimize.batch import Batch
 from quiver.stages.optimize.optimizer import (
     learning_rate,
@@ -83,7 +83,7 @@ def _trainer(
     ref: bool = False,
     prox: bool = False,
 ) -> Trainer:
-    row = resolve(algorithm)
+    row = find_algorithm(algorithm)
     groups = [each["group"] for each in rows]
     sequences = Sequences(
         _ragged(rows, "prompt_ids", torch.int32),

@@ -19,7 +19,7 @@ from quiver.stages.core.store import Store
 from quiver.stages.model.images.checking import ImageCheck, ImageLimits
 from quiver.stages.model.images.decoder import open_image
 from quiver.stages.model.images.processor import load_processor
-from quiver.stages.prompt import sources
+from quiver.stages.prompt import sources, stage
 from quiver.stages.prompt.config import Config
 from quiver.stages.prompt.images import read_cell
 from tests import sight, tiny
@@ -274,6 +274,16 @@ def test_every_picture_of_a_row_and_their_order_are_of_the_source(store, policy,
             (tmp_path / f"{number}.png").write_bytes(sight.png(seed))
         rendered.append(render(store, tmp_path, rows).ref)
     assert len(set(rendered)) == 3 and rendered[-1] == rendered[-2]
+
+
+def test_shards_with_pictures_stay_small(store, policy, tmp_path, monkeypatch):
+    """They are held in memory."""
+    monkeypatch.setattr(stage, "ROWS_PER_SHARD", 2)
+    (tmp_path / "0.png").write_bytes(sight.png(0))
+    rows = [{"prompt": text, "images": "0.png"} for text in ("one", "two", "three")]
+    version = render(store, tmp_path, rows, into="small")
+    assert [entry.rows for entry in version.manifest.files] == [2, 1]
+    assert version.table()["images"].to_pylist()[2][0]["bytes"] == sight.png(0)
 
 
 def test_each_picture_has_as_many_ids_as_it_is_large(store, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import writer
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from quiver.stages.model.chat.messages import read_messages
 from quiver.stages.prompt import openings
@@ -259,6 +260,15 @@ def test_finished_shards_are_taken_up(store, policy, tmp_path):
     with pytest.raises(ConfigError, match="000256"):
         run(config, store)
     assert part.stat().st_mtime_ns == written
+
+
+def test_shards_grow_with_the_prompts(store, policy, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "MOST_SHARDS", 2)
+    many = [{"prompt": f"say {n}"} for n in range(2 * ROWS_PER_SHARD + 1)]
+    version = store.open(run(Config(source=write(tmp_path, many)), store))
+    assert [entry.rows for entry in version.manifest.files] == [2 * ROWS_PER_SHARD, 1]
+    asked = [row["messages"][0]["content"] for row in version.table().to_pylist()]
+    assert asked == [row["prompt"] for row in many]
 
 
 # -- too long

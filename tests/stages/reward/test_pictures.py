@@ -9,6 +9,7 @@ import pytest
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
+from quiver.stages.reward import shards
 from tests import sight
 from tests.stages.reward.fake_server import FakeServer, reply
 
@@ -53,6 +54,16 @@ def test_a_function_gets_pil_images(store):
     assert rewards(store, functions=[{"use": f"{file}:width"}]) == [40, 40, 70, 70, 0, 0]
     verl = {"use": f"{file}:compute_score", "style": "verl"}
     assert rewards(store, functions=[verl]) == [1, 1, 2, 2, 0, 0]
+
+
+def test_shards_with_pictures_stay_small(store, monkeypatch):
+    """They are held in memory."""
+    monkeypatch.setattr(shards, "ROWS_PER_SHARD", 4)
+    functions = [{"use": f"{Path(store.url).parent}/score.py:width"}]
+    options = {"rollouts": "sees/rollouts@1", "into": "small", "in_process": True}
+    version = store.open(run_stage("reward", {"functions": functions}, store, **options))
+    assert [entry.rows for entry in version.manifest.files] == [4, 2]
+    assert version.table()["reward"].to_pylist() == [40, 40, 70, 70, 0, 0]
 
 
 def test_the_sources_column_is_images_from_then_on(store):

@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 import pytest
 
 from quiver.schemas.errors import ConfigError, LineageError, RewardError
+from quiver.stages.core.store import writer
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
 
 MINE = """
@@ -149,3 +150,14 @@ def test_extra_is_a_column_only_where_a_function_may_give_it(score, sample, colu
     assert column(second) == {"0-0": 1.0, "0-1": 0.0}
     assert column(second, "extra") == {**column(first, "extra"), "0-1": {"judge": None}}
     assert second.manifest.metrics["recovered"] == 1
+
+
+def test_shards_grow_and_rewards_do_not_depend_on_it(score, sample, mine, monkeypatch):
+    rollouts = sample(numbers(600), {"n": list(range(300))})
+    (mine / "repaired").touch()
+    versions = [score(rollouts, "mine.py:flaky", into="small")]
+    monkeypatch.setattr(writer, "MOST_SHARDS", 2)
+    versions.append(score(rollouts, "mine.py:flaky", into="large"))
+    sizes = [[entry.rows for entry in version.manifest.files] for version in versions]
+    assert sizes == [[256, 256, 88], [512, 88]]
+    assert versions[0].table().equals(versions[1].table())

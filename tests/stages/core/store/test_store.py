@@ -29,7 +29,7 @@ from quiver.schemas.refs import Ref
 from quiver.stages.core.config import Config, Runtime
 from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Store, disk
-from quiver.stages.core.store.writer import open_staging
+from quiver.stages.core.store.writer import MOST_SHARDS, ROWS_AT_ONCE, open_staging, shard_rows
 from tests.faults.failing import failing
 from tests.faults.seam import watched
 from tests.writing import begin
@@ -167,6 +167,34 @@ def test_a_whole_table_is_written_in_large_shards(store, is_begun):
         version = work.commit()
     assert [entry.rows for entry in version.manifest.files] == [2048, 52]
     assert version.table().equals(rows.cast(version.table().schema))
+
+
+@pytest.mark.parametrize(
+    ("rows", "saved", "whole"),
+    [
+        (0, 256, 2048),
+        (65_536, 256, 2048),
+        (65_537, 512, 2048),
+        (524_289, 2304, 4096),
+        (1_000_000, 4096, 4096),
+        (10**9, 3_906_304, 3_907_584),
+    ],
+)
+def test_shards_grow_so_that_there_are_few(rows, saved, whole):
+    assert (shard_rows(rows), shard_rows(rows, ROWS_AT_ONCE)) == (saved, whole)
+    assert -(-rows // saved) <= MOST_SHARDS and -(-rows // whole) <= MOST_SHARDS
+
+
+def test_a_million_rows_written_at_once_are_few_files(store):
+    ids = pa.array(range(1_000_000)).cast(pa.string())
+    rows = pa.table(
+        [ids, pa.array([[]] * len(ids), logprobs.SCHEMA.types[1])], logprobs.SCHEMA.names
+    )
+    with work_on(store) as work:
+        work.write_table(rows.cast(logprobs.SCHEMA))
+        version = work.commit()
+    assert len(version.manifest.files) == 245 and version.manifest.rows == 1_000_000
+    assert version.table(["rollout_id"])["rollout_id"].combine_chunks().equals(ids)
 
 
 def test_shards_that_no_note_makes_count_are_not_published(store):

@@ -20,6 +20,7 @@ from quiver.schemas.manifest import digest
 from quiver.schemas.refs import parse
 from quiver.stages.core.store import Store, disk, marks, tags
 from quiver.stages.core.store.listing import EXPIRED
+from quiver.stages.core.store.retention import Rule, collect
 from tests.faults.seam import watched
 from tests.stages.core.store.test_store import Settings, commit
 
@@ -86,6 +87,16 @@ def test_a_tag_does_not_stand_for_another_version_with_the_same_number(store):
         store.resolve("a/logprobs@prod")
     store.tag("a", "prod", again.ref)
     assert store.open("a/logprobs@prod").manifest == again.manifest
+
+
+def test_a_tag_names_no_version_with_a_torn_manifest(store, versions):
+    """Nobody could tell later if it is still the version that was meant."""
+    store.tag("a", "prod", versions[1])
+    (Path(store.url) / "a/logprobs/v000001/manifest.json").write_bytes(b"{")
+    with pytest.raises(CorruptError) as caught:
+        store.tag("a", "prod", versions[0])
+    assert caught.value.next == f"quiver verify {versions[0]}"
+    assert line(store) == [(None, versions[1])]
 
 
 def test_a_version_that_expires_while_a_tag_moves_to_it_is_not_tagged(store, versions):
@@ -306,6 +317,20 @@ def test_what_lies_beside_entries_is_no_entry(store, versions):
     assert verify(store)[1] == []
     store.tag("a", "prod", versions[1])
     assert path_of(store, 2).exists()
+
+
+def test_a_tag_whose_folder_was_deleted_by_hand_is_gone(store, versions):
+    """Nothing keeps the versions that it pointed at."""
+    store.tag("a", "prod", versions[0])
+    store.tag("a", "prod", versions[1])
+    shutil.rmtree(path_of(store, 1).parent)
+    assert store.tag_names("a") == [] and verify(store)[1] == []
+    with pytest.raises(LineageError, match="run a has no tag prod"):
+        store.resolve("a/logprobs@prod")
+    marked = collect(store, Rule(keep=1)).marked
+    assert [str(expiring.ref) for expiring in marked] == versions[:3]
+    store.tag("a", "prod", versions[3], expected=None)
+    assert line(store) == [(None, versions[3])]
 
 
 def test_a_tag_goes_on_where_a_torn_entry_in_the_middle_was_deleted(store, versions):

@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from quiver.stages.model.forward.policy import Policy, compute_logprobs
-from quiver.stages.model.forward.precision import narrow, onednn_is_exact, products, resolve
+from quiver.stages.model.forward.precision import (
+    choose_precision,
+    narrow,
+    onednn_is_exact,
+    products,
+)
 from quiver.stages.model.forward.verify import choose_mode
 from tests.stages.model.forward import test_encoder_decoder, test_policy
 
@@ -45,8 +50,8 @@ def test_a_pass_is_float32s_up_to_its_precision(kind, precision):
 
 def test_auto_is_the_devices():
     devices = CPU, torch.device("cuda")
-    assert [resolve("auto", device) for device in devices] == ["fp32", "bf16"]
-    assert [resolve("bf16_pure", device) for device in devices] == ["bf16_pure"] * 2
+    assert [choose_precision("auto", device) for device in devices] == ["fp32", "bf16"]
+    assert [choose_precision("bf16_pure", device) for device in devices] == ["bf16_pure"] * 2
 
 
 def test_the_setting_of_products_ends_with_the_context():
