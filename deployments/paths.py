@@ -26,7 +26,7 @@ from quiver.flows.preflight import preflight
 from quiver.flows.recipe import NIGHT, Recipe
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.core.config import parse
-from quiver.stages.core.store.storage import is_url
+from quiver.stages.core.store.places import is_url
 from quiver.stages.prompt.config import SUFFIXES
 from quiver.stages.turns.environment_config import ENVIRONMENTS, TOOLS
 

@@ -15,7 +15,7 @@ from quiver.schemas.errors import ConfigError, ResourceError
 from quiver.stages.core import ranks
 from quiver.stages.core.ranks import are_launched
 from quiver.stages.core.run.call import Where
-from quiver.stages.core.store.storage import is_url
+from quiver.stages.core.store.places import is_url
 from quiver.stages.generate.engine import ENGINES
 
 from .sections import Generate, Optimize, Placement

@@ -26,7 +26,7 @@ from quiver.stages.core.run.runner import find_outcome, plan_of
 from quiver.stages.core.run.stage import Plan, load_stage
 from quiver.stages.core.servers import secret
 from quiver.stages.core.store import Store, Version
-from quiver.stages.core.store.storage import is_url, locate, open_storage
+from quiver.stages.core.store.places import is_url, locate, open_storage
 from quiver.stages.generate.engine import code_hash, engine_options
 from quiver.stages.generate.options import VllmServerOptions
 from quiver.stages.model.chat.template import read_template

@@ -15,7 +15,6 @@ import typer
 from quiver.flows.look.words import counted
 from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, printable
 from quiver.stages import CHAIN
-from quiver.stages.core.store.storage import locate
 
 from .shared import (
     Force,
@@ -60,6 +59,8 @@ def run(
     loaded = read_recipe(recipe, [*settings, *length], store)
     if dry_run:
         loaded = loaded.for_night(_today())
+    from quiver.stages.core.store.places import locate
+
     planned = counted(loaded.iterations, "iteration")
     log.info("%s: %s, in %s", loaded.run, planned, locate(loaded.store))
     from quiver.flows.look.live import shown_live
@@ -159,6 +160,7 @@ def nightly(
     decided night stays decided."""
     from quiver.flows.look.live import shown_live
     from quiver.flows.preflight import preflight
+    from quiver.stages.core.store.places import locate
 
     loaded = read_recipe(recipe, settings, store)
     log.info("%s: night %s, in %s", loaded.run, night or _today(), locate(loaded.store))

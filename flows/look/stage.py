@@ -21,7 +21,7 @@ from typing import Any
 from quiver.schemas.errors import ConfigError, LineageError, QuiverError, printable
 from quiver.stages.core.files import storage_errors, write_bytes
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.storage import is_url, locate
+from quiver.stages.core.store.places import is_url, locate
 
 from . import samples, templates
 from .gather import (

@@ -24,7 +24,8 @@ from quiver.stages.core.files import storage_errors
 from quiver.stages.core.threads import map_in_threads
 
 from . import marks
-from .storage import Storage, locate, open_storage, size_and_sha256
+from .places import locate, open_storage
+from .storage import Storage, size_and_sha256
 from .versions import Store, Version
 
 

@@ -6,13 +6,11 @@ from `local` and `folder`, for libraries that read or write files themselves.
 An object is written once, and appears whole or not at all. `put` is for the few that may be
 replaced: leases, caches and notes of progress. `publish` makes a version visible in one step.
 
-    storage = open_storage("/data/store")      # see `disk`
-    storage = open_storage("s3://bucket/rl")   # see `bucket`
+`disk` and `bucket` have these operations; `places` opens one of them.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Protocol
@@ -139,31 +137,6 @@ class Storage(Protocol):
         """Take back what a process left that died, or sleeps, while it published `work`. From now
         on it cannot publish it any more."""
         ...
-
-
-def is_url(store: str | os.PathLike[str]) -> bool:
-    """Return True if a store is named by the URL of a bucket, even a wrong one."""
-    text = os.fspath(store)
-    return "://" in text or text.startswith(("s3:", "gs:", "az:"))
-
-
-def locate(store: str | os.PathLike[str]) -> str:
-    """Return the URL of a store, or the absolute path of its folder."""
-    text = os.fspath(store)
-    if is_url(text):
-        return re.sub("(?<=[^/:])/+$", "", text)
-    return str(Path(text).expanduser().absolute())
-
-
-def open_storage(url: str) -> Storage:
-    """Open the storage at a URL or path, as `locate` returns it. Raises ConfigError."""
-    if is_url(url):
-        from .bucket import Bucket
-
-        return Bucket(url)
-    from .disk import Disk
-
-    return Disk(Path(url))
 
 
 def list_numbers(storage: Storage, prefix: str) -> list[int]:

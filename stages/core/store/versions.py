@@ -59,7 +59,8 @@ from quiver.stages.core.threads import map_in_threads
 from . import marks
 from .listing import EXPIRED, NO_OPTIMIZER, REMOVED, Listing, Summary
 from .marks import Mark
-from .storage import Storage, locate, open_storage, read_table, size_and_sha256
+from .places import locate, open_storage
+from .storage import Storage, read_table, size_and_sha256
 from .tags import Entry, Tag, check_name, is_name
 
 if TYPE_CHECKING:

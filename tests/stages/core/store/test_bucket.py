@@ -23,8 +23,8 @@ from quiver.schemas.errors import (
 from quiver.stages.core.store import Store, leases
 from quiver.stages.core.store import bucket as module
 from quiver.stages.core.store.leases import Leases
+from quiver.stages.core.store.places import open_storage
 from quiver.stages.core.store.retention import Rule, collect, remove
-from quiver.stages.core.store.storage import open_storage
 from tests.faults.proxy import DROP_AFTER, DROP_BEFORE, FORWARD, REPEAT, Proxy, answer, at
 from tests.stages.core.store.histories import make_policy, make_table
 from tests.stages.core.store.test_store import Settings, commit, table, work_on
