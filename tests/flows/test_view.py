@@ -206,7 +206,7 @@ def test_what_can_not_be_read_hides_no_version(finished, tmp_path):
     shutil.rmtree(tmp_path / "store/golden/rewards")
     (tmp_path / "store/golden/rewards").symlink_to("rewards")
     versions, told = look(Store(tmp_path / "store"), None, ["enter"], run="golden")
-    assert "golden/rewards: is not a folder" in versions and "golden/policy@2" in versions
+    assert "golden/rewards: is a link" in versions and "golden/policy@2" in versions
     assert "E-CORRUPT" in told
 
 
