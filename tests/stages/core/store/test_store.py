@@ -29,6 +29,7 @@ from quiver.schemas.refs import Ref
 from quiver.stages.core.config import Config, Runtime
 from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Store, disk
+from quiver.stages.core.store.retention import Rule, collect
 from quiver.stages.core.store.writer import MOST_SHARDS, ROWS_AT_ONCE, open_staging, shard_rows
 from tests.faults.failing import failing
 from tests.faults.seam import watched
@@ -520,7 +521,7 @@ def test_nothing_stays_of_a_process_that_died_between_publishing_and_clearing(st
             work.commit()
     os.waitpid(pid, 0)
     assert store.numbers("a", "logprobs") == [1] and unfinished(store, "logprobs") != []
-    commit(store, Settings(seed=1))
+    collect(store, Rule(), apply=True)
     assert unfinished(store, "logprobs") == []
 
 
