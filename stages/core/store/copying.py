@@ -2,7 +2,7 @@
 
 Each file is compared with its manifest before and after. A manifest comes after its files, and
 `store.json` last. So a copy that was interrupted is no store yet; the same call goes on with it.
-Unfinished work is left out; so are data that expired and are gone.
+Unfinished work is left out; so are data that expired or were removed.
 
     copied = copy(Store("store"), "s3://bucket/rl")
 
@@ -17,13 +17,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 
-from quiver.schemas.errors import ConfigError, ConflictError, CorruptError
+from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, LineageError
 from quiver.schemas.manifest import FileEntry
 from quiver.schemas.refs import KINDS, Ref
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.threads import map_in_threads
 
 from . import marks
+from .listing import REMOVED
 from .places import locate, open_storage
 from .storage import Storage, size_and_sha256
 from .versions import Store, Version
@@ -71,21 +72,27 @@ def copy(source: Store, target: str) -> Copied:
             for name, numbers in listing.marks.items():
                 keys = (marks.key_of(Ref(run, kind, number), name) for number in numbers)
                 _copy_objects(source.storage, storage, keys)
-            marked = set().union(*listing.marks.values())
             for number in listing.numbers:
-                version = Version(Ref(run, kind, number), source.storage)
-                copied.bytes += _copy_version(version, source.storage, storage, number in marked)
+                version = source.version(Ref(run, kind, number))
+                if number not in listing.marks[REMOVED]:
+                    copied.bytes += _copy_files(version, storage)
+                with suppress(FileNotFoundError):  # it may be removed because of that
+                    manifest = f"{version.ref.folder}/manifest.json"
+                    _copy_objects(source.storage, storage, [manifest])
                 copied.versions += 1
         _copy_objects(source.storage, storage, [*entries, "store.json"])
     return copied
 
 
-def _copy_version(version: Version, source: Storage, target: Storage, is_marked: bool) -> int:
-    """Copy one version, its manifest last; if it is marked, only the files that are there. Returns
-    the bytes of the files that were copied."""
+def _copy_files(version: Version, target: Storage) -> int:
+    """Copy the files of a version that did not expire. Returns their bytes; those that are there
+    already do not count."""
     manifest = version.manifest
-    there = source.files(manifest.prefix)
-    entries = [entry for entry in manifest.files if entry.name in there or not is_marked]
+    entries = []
+    for entry in manifest.files:
+        with suppress(LineageError):
+            version.require(entry.name)
+            entries.append(entry)
 
     def copy_file(entry: FileEntry) -> int:
         key = f"{manifest.prefix}/{entry.name}"
@@ -99,9 +106,7 @@ def _copy_version(version: Version, source: Storage, target: Storage, is_marked:
             raise version.corrupt(entry.name, "changed while it was copied")
         return entry.bytes
 
-    num_bytes = sum(map_in_threads(copy_file, entries))
-    _copy_objects(source, target, [f"{version.ref.folder}/manifest.json"])
-    return num_bytes
+    return sum(map_in_threads(copy_file, entries))
 
 
 def _copy_objects(source: Storage, target: Storage, keys: Iterable[str]) -> None:

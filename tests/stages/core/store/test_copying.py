@@ -21,7 +21,7 @@ from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, copying
 from quiver.stages.core.store.copying import copy
 from quiver.stages.core.store.listing import EXPIRED, NO_OPTIMIZER, REMOVED
-from quiver.stages.core.store.retention import Rule, collect, remove
+from quiver.stages.core.store.retention import Rule, collect, put_aside, remove
 from tests.faults.proxy import DROP_BEFORE, FORWARD, Proxy, answer
 from tests.stages.core.store.histories import make_policy, make_table, visible
 from tests.stages.core.store.test_store import Settings, commit, table, work_on
@@ -123,6 +123,24 @@ def test_a_copy_is_whole_and_has_no_unfinished_work(full, bucket):
     for run, kind in (("a", "logprobs"), ("a", "policy"), ("b", "logprobs")):
         assert copied.storage.list(f"{run}/{kind}/.work") == []
         assert copied.storage.list(f"{run}/{kind}/.data") == []
+
+
+def test_data_that_expired_and_are_still_there(store, tmp_path):
+    """Those of a version, and the optimizer state of another."""
+    make_policy(store, 0), make_policy(store, 1), make_policy(store, 2)
+    collect(store, Rule(keep=2, moments=1, grace_seconds=86400), apply=True)
+    copy(store, str(tmp_path / "copy"))
+    assert contents(Store(tmp_path / "copy")) == contents(store)
+    assert verify(Store(tmp_path / "copy"))[1] == []
+
+
+def test_a_damaged_version_that_was_put_aside(store, tmp_path):
+    version = make_table(store, 1)
+    version.files.path(version.files.names[0]).write_bytes(b"damaged")
+    put_aside(store, "a/logprobs@1")
+    make_table(store, 1)
+    copy(store, str(tmp_path / "copy"))
+    assert contents(Store(tmp_path / "copy")) == contents(store)
 
 
 def test_work_that_is_done_is_found_in_a_copy(full, bucket):
