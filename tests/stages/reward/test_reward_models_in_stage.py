@@ -12,7 +12,7 @@ from quiver.stages.reward.models.scorer import ModelScorer
 from tests.stages.model import test_hashes
 from tests.stages.reward.reward_models import make_model
 
-cache, hashed, later = test_hashes.cache, test_hashes.hashed, test_hashes.later
+hashed = test_hashes.hashed
 WEIGHTS = "model.safetensors"
 
 
