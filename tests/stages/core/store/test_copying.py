@@ -2,6 +2,7 @@
 was interrupted goes on."""
 
 import os
+import shutil
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,6 +33,8 @@ MARKS = {
     Ref("a", "logprobs", 2): REMOVED,
 }
 
+one_provider = pytest.mark.parametrize("bucket", ["s3"], indirect=True)
+
 
 @pytest.fixture(autouse=True)
 def no_flushing(monkeypatch):
@@ -39,10 +42,11 @@ def no_flushing(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
 
-@pytest.fixture
-def full(store) -> Store:
-    """A store with tables and policies, a tag that moved, data that expired and are gone, a removed
-    version, and unfinished work."""
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory) -> Path:
+    """The folder of a store with tables and policies, a tag that moved, data that expired and are
+    gone, a removed version, and unfinished work."""
+    store = Store(tmp_path_factory.mktemp("full") / "store")
     make_policy(store, 0)
     make_table(store, 1, models={"policy": make_policy(store, 2)})
     collect(store, Rule(keep=1, moments=1, grace_seconds=0), apply=True)
@@ -55,7 +59,13 @@ def full(store) -> Store:
     store.tag("a", "prod", "a/policy@2", why="the second", about={"gain": 0.5})
     with work_on(store, Settings(seed=9)) as work:
         work.write(0, table(0))
-    return store
+    return Path(store.url)
+
+
+@pytest.fixture
+def full(made_once, tmp_path) -> Store:
+    """That store, to be changed."""
+    return Store(shutil.copytree(made_once, tmp_path / "store"))
 
 
 def contents(store: Store) -> dict[str, object]:
@@ -143,6 +153,7 @@ def test_a_damaged_version_that_was_put_aside(store, tmp_path):
     assert contents(Store(tmp_path / "copy")) == contents(store)
 
 
+@one_provider
 def test_work_that_is_done_is_found_in_a_copy(full, bucket):
     copy(full, bucket.url)
     copied = Store(bucket.url)
@@ -164,6 +175,7 @@ def folder(bucket, tmp_path) -> Store:
     return Store(tmp_path / "folder")
 
 
+@one_provider
 def test_a_version_of_a_bucket_is_read_in_a_folder(folder):
     version = folder.open("a/logprobs@1")
     assert version.manifest.place
@@ -172,6 +184,7 @@ def test_a_version_of_a_bucket_is_read_in_a_folder(folder):
     assert make_table(folder, 2).ref == Ref("a", "logprobs", 2) and not folder.written
 
 
+@one_provider
 def test_gc_deletes_data_of_a_bucket_s_version_in_a_folder(folder):
     files = folder.open("a/logprobs@1").files
     path = files.path(files.names[0])
@@ -183,6 +196,7 @@ def test_gc_deletes_data_of_a_bucket_s_version_in_a_folder(folder):
     assert verify(folder)[1] == []
 
 
+@one_provider
 def test_gc_deletes_data_of_a_folder_s_version_in_a_bucket(full, bucket):
     copy(full, bucket.url)
     there = Store(bucket.url)
@@ -195,9 +209,7 @@ def test_gc_deletes_data_of_a_folder_s_version_in_a_bucket(full, bucket):
 # -- interrupted, repeated, refused
 
 
-@pytest.mark.parametrize(
-    ("number", "action"), [(4, answer(403)), (12, DROP_BEFORE), (25, answer(403))]
-)
+@pytest.mark.parametrize(("number", "action"), [(4, answer(403)), (25, DROP_BEFORE)])
 def test_an_interrupted_copy_is_no_store_and_goes_on(full, bucket, monkeypatch, number, action):
     """No file that arrived is sent again."""
     with Proxy(bucket.endpoint) as proxy:
@@ -235,6 +247,7 @@ def test_a_copy_made_later_adds_what_is_new(full, bucket):
     assert contents(Store(bucket.url)) == contents(full)
 
 
+@one_provider
 def test_another_store_is_refused(full, bucket):
     other = Store(bucket.url)
     make_table(other, 1)
@@ -244,6 +257,7 @@ def test_another_store_is_refused(full, bucket):
     assert contents(Store(bucket.url)) == before
 
 
+@one_provider
 def test_a_copy_in_which_work_was_done_is_a_conflict(full, bucket):
     """Its next version has the number that the source gave another one."""
     copy(full, bucket.url)
@@ -254,6 +268,7 @@ def test_a_copy_in_which_work_was_done_is_a_conflict(full, bucket):
     assert Store(bucket.url).open("b/logprobs@2").table()["rollout_id"].to_pylist()[0] == "r200"
 
 
+@one_provider
 def test_a_damaged_file_is_not_copied(full, bucket):
     version = full.open("b/logprobs@1")
     path = version.files.path(version.files.names[0])
@@ -267,6 +282,7 @@ def test_a_damaged_file_is_not_copied(full, bucket):
     assert not [key for key in keys if key.startswith("b/logprobs/v")]
 
 
+@one_provider
 def test_a_damaged_file_of_the_copy_is_sent_again(full, bucket):
     copy(full, bucket.url)
     version = full.open("b/logprobs@1")
