@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from quiver.flows.look.joined import open_joined
 from quiver.flows.verification import verify
 from quiver.stages.core.run.runner import Call, find_or_make
 from quiver.stages.core.store import Store
@@ -18,7 +19,7 @@ from quiver.stages.core.store.copying import copy
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from tests.benchmarks.made import make_prompts, make_rollouts
 from tests.faults.proxy import Proxy
-from tests.flows.conftest import QUICK, command_environment, quiver, write_recipe
+from tests.flows.conftest import QUICK, command_environment, quiver, stay_here, write_recipe
 from tests.stages.core.store.histories import make_policy
 from tests.warm import REAL_PYTHON
 
@@ -64,17 +65,29 @@ def test_a_run_makes_its_versions_in_the_bucket(place, result):
     assert not (place.folder / "store").exists()
 
 
-def test_a_second_run_finds_all_of_it(place, result):
-    before = [str(ref) for ref in Store(place.url).refs()]
-    again = place.quiver("run", "recipe.toml", *settings())
-    assert [str(ref) for ref in Store(place.url).refs()] == before
+@pytest.fixture
+def run_again(place, result, command, api, monkeypatch):
+    """A function that runs the recipe with other settings; its stages in this process."""
+
+    def run(*more: str) -> tuple[dict, list[str]]:
+        stages = []
+        stay_here(place.folder, monkeypatch, stages)
+        code, answer = command("run", "recipe.toml", *settings(*more), "--store", place.url)
+        assert code == 0, answer
+        return answer, stages
+
+    return run
+
+
+def test_a_second_run_finds_all_of_it(result, run_again):
+    again, stages = run_again()
     timeless = [[{**done, "seconds": 0} for done in each["iterations"]] for each in (result, again)]
-    assert timeless[0] == timeless[1]
+    assert timeless[0] == timeless[1] and stages == []
 
 
-def test_more_iterations_add_only_themselves(place, result):
+def test_more_iterations_add_only_themselves(place, run_again):
     before = {str(ref) for ref in Store(place.url).refs()}
-    place.quiver("run", "recipe.toml", *settings("iterations=2"))
+    assert run_again("iterations=2")[1] == ["prompt", "generate", "reward", "optimize"]
     added = {str(ref) for ref in Store(place.url).refs()} - before
     kinds = ("advantages", "policy", "prompts", "rewards", "rollouts", "updates")
     assert added == {f"tiny/{kind}@2" for kind in kinds}
@@ -119,6 +132,14 @@ def test_a_report_is_written_here(place, told):
 
 def test_a_view_without_a_terminal_is_a_table(told):
     assert len(told("view", "tiny/rewards@1", "-n", "3")["rows"]) == 3
+
+
+def test_a_view_reads_answers_beside_their_rewards(place, result):
+    joined = open_joined(Store(place.url), "tiny/rewards@1")
+    rewards = Store(place.url).open("tiny/rewards@1").table()["reward"].to_pylist()
+    rows = joined.rows([0, 3])
+    assert [row["reward"] for row in rows] == [rewards[0], rewards[3]]
+    assert all(row["completion_text"] for row in rows)
 
 
 def test_memory_is_estimated(place, told):
