@@ -40,8 +40,9 @@ from quiver.schemas.errors import (
     RemoteError,
     ResourceError,
     printable,
+    reason,
 )
-from quiver.stages.core.files import MOST_BYTES, replacing, sha256_of
+from quiver.stages.core.files import MOST_BYTES, replacing, sha256_of, storage_errors
 from quiver.stages.core.threads import map_in_threads
 
 from .storage import Stamp
@@ -94,6 +95,14 @@ class Bucket:
         self._free_bytes = 0.0
         """Bytes that can be fetched before the size of the cache is measured again."""
         self._cache = self._caches / hashlib.sha256(url.encode()).hexdigest()[:16]
+        try:
+            self._cache.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                str(self._cache),
+                f"cannot hold copies of a bucket's files: {reason(error)}",
+                next="export XDG_CACHE_HOME=FOLDER",
+            ) from None
 
     @contextmanager
     def _asking(self, key: str) -> Iterator[None]:
@@ -195,7 +204,7 @@ class Bucket:
             if entry and (status.st_size, status.st_mtime) == (entry["size"], _time_of(entry)):
                 os.utime(path, (time.time(), status.st_mtime))
                 return
-        with self._asking(key):
+        with storage_errors(self._cache), self._asking(key):
             answer = obstore.get(self._bucket, key)
             self._make_room(answer.meta["size"])
             path.parent.mkdir(parents=True, exist_ok=True)

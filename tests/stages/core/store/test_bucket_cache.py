@@ -1,6 +1,7 @@
 """Copies of a bucket's files on this host: fetched once, compared with the bucket, bounded. And a
 bucket that cannot be used says why."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from quiver.schemas.errors import ConfigError, CorruptError, RemoteError, Resour
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.bucket import CACHE_GIB
 from tests.faults.proxy import Proxy
+from tests.faults.seam import watched
 from tests.stages.core.store.histories import make_policy, make_table, plan
 from tests.warm import REAL_PYTHON
 from tests.writing import begin
@@ -175,6 +177,28 @@ def test_a_size_that_is_none(bucket, three, monkeypatch, text):
     with pytest.raises(ConfigError, match="is not a number above 0") as caught:
         read(bucket, 1)
     assert caught.value.next == f"export {CACHE_GIB}=100"
+
+
+def test_a_folder_for_copies_that_cannot_be_made(bucket, tmp_path, monkeypatch):
+    """Versions are not told to be damaged for that."""
+    (tmp_path / "file").touch()
+    for home in (tmp_path / "file", "/proc/none"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+        with pytest.raises(ConfigError, match="cannot hold copies") as caught:
+            Store(bucket.url)
+        assert caught.value.next == "export XDG_CACHE_HOME=FOLDER"
+
+
+def test_a_full_disk_is_told_and_the_version_is_read_later(bucket, three, tmp_path):
+    def full(call: str, path: str, really):
+        if call == "replace" and str(tmp_path / "cache") in path:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return really()
+
+    with pytest.raises(ResourceError, match="the disk is full") as caught, watched(full):
+        read(bucket, 1)
+    assert caught.value.object.startswith(str(tmp_path / "cache"))
+    read(bucket, 1)
 
 
 READ = """
