@@ -103,7 +103,7 @@ def test_a_model_that_is_not_the_planned_one_does_not_score(
     (entry,) = (path for path in cache.iterdir() if f"/{WEIGHTS}" in path.read_text())
     note = json.loads(entry.read_text())
     status = (tmp_path / "rm" / WEIGHTS).stat()
-    note["identity"] |= {
+    note["identity"]["files"][0] |= {
         "size": status.st_size,
         "inode": status.st_ino,
         "mtime_ns": status.st_mtime_ns,
