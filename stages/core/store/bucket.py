@@ -198,11 +198,11 @@ class Bucket:
     def _fetch(self, key: str, entry: Mapping[str, Any] | None = None) -> None:
         """Copy an object to the cache, unless the copy there is the one that `entry` describes."""
         path = self._cache / key
-        self._fetched.add(key)
         with suppress(FileNotFoundError):
             status = path.stat()
             if entry and (status.st_size, status.st_mtime) == (entry["size"], _time_of(entry)):
                 os.utime(path, (time.time(), status.st_mtime))
+                self._fetched.add(key)
                 return
         with storage_errors(self._cache), self._asking(key):
             answer = obstore.get(self._bucket, key)
@@ -212,6 +212,7 @@ class Bucket:
                 for chunk in answer:
                     file.write(chunk)
         os.utime(path, (time.time(), _time_of(answer.meta)))
+        self._fetched.add(key)
 
     def _make_room(self, num_bytes: int) -> None:
         """Delete the copies that were not used for longest, if the cache is full. Those used in the
