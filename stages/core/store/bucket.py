@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -60,6 +61,8 @@ _REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _METADATA_SERVICE = "169.254.169.254"
 """Asked for the machine's role if the environment holds no credentials."""
 _STATUS_REFUSED = re.compile(r"\b40[134] [A-Z]")
+_MANIFESTS: defaultdict[str, dict[str, bytes]] = defaultdict(dict)
+"""Manifests, and `store.json`, that this process has read, by URL and key; they never change."""
 CACHE_GIB = "QUIVER_CACHE_GIB"
 DEFAULT_CACHE_GIB = 100.0
 
@@ -88,8 +91,7 @@ class Bucket:
             ) from None
         home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
         self._caches = home / "quiver/buckets"
-        self._manifests: dict[str, bytes] = {}
-        """Manifests that this process has read; they never change."""
+        self._manifests = _MANIFESTS[url]
         self._fetched: set[str] = set()
         """Keys of files that this process has fetched, or compared with the bucket."""
         self._free_bytes = 0.0
@@ -149,7 +151,7 @@ class Bucket:
                 problem = f"has {size} bytes, at most {most_bytes} are read"
                 raise CorruptError(key, problem, next=f"delete {self.url}/{key}")
             raw = bytes(answer.bytes())
-        if key.endswith("/manifest.json"):
+        if key.endswith("manifest.json") or key == "store.json":
             self._manifests[key] = raw
         return raw
 
@@ -326,6 +328,8 @@ class Bucket:
         for key in keys:
             below += [n for n in names if n.startswith(key)] if key.endswith("/") else [key]
             shutil.rmtree(self._cache / key, ignore_errors=True)
+            with suppress(OSError):
+                (self._cache / key).unlink()
         self._fetched.difference_update(below, folders)
         for start in range(0, len(below), _AT_ONCE):
             with suppress(FileNotFoundError), self._asking(below[start]):
