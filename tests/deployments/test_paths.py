@@ -127,6 +127,12 @@ def test_a_container_sees_what_is_mounted_under_the_same_path(folder):
             check_visible({"store": private}, ("/mnt/elsewhere",), "a pool")
 
 
+def test_each_path_must_be_seen_whatever_stands_before_it(folder):
+    paths = {"data.source": folder / "questions.jsonl", "policy.model": Path.home() / "model"}
+    with pytest.raises(ConfigError, match=r"policy\.model"):
+        check_visible(paths, (str(folder),), "a pool")
+
+
 def test_environments_and_tools_by_their_files(tmp_path):
     (tmp_path / "game.py").write_text("")
     turns = {"tools": ["game.py:look", "python", "mcp:game --fast"], "parser": "game.py:parse"}

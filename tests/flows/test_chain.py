@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from quiver.flows.evaluation import measure
 from quiver.flows.post_train import Chain
 from quiver.flows.preflight import finished
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.stages.core.store import Store, Version
+from quiver.schemas.refs import parse
+from quiver.stages.core.store import Store, Version, marks
+from quiver.stages.core.store.listing import EXPIRED
 from tests.flows.conftest import write_recipe
 from tests.flows.stages_here import Stages
 
@@ -171,6 +174,19 @@ def test_replay_trains_on_the_iteration_before_too(store, plain):
             audit = policy.manifest.metrics["audit"]
             assert audit["mean_gap"] < 0.1 and audit["stale"]["mean_gap"] > audit["mean_gap"]
         assert inputs(policy, "rollouts", "rewards") == expected
+
+
+def test_what_is_made_again_is_of_the_run_that_it_was_of(store, plain):
+    """Held-out rollouts, whose files expired, for another reward."""
+    numbers = store.numbers("tiny", "rollouts")
+    for setting in ((), ("reward.reward_clip=[0.0,0.5]",)):
+        recipe = load("recipe.toml", setting).resolved()
+        with Stages().of(recipe):
+            measured = measure(recipe, plain[0]["policy"], 1)
+        (sampled,) = inputs(store.open(measured.ref), "rollouts").values()
+        marks.write(store.storage, parse(sampled), EXPIRED, "gc")
+    assert sampled == "tiny.eval/rollouts@2"
+    assert store.numbers("tiny", "rollouts") == numbers
 
 
 def test_replay_by_hand(store, plain):

@@ -222,6 +222,13 @@ def test_one_that_does_not_sleep_ends_with_its_answer(place, cause):
     assert events(place) == ["start", "sleep", "close"] * 2
 
 
+@pytest.mark.parametrize("cause", ["sleepless", "restless"])
+def test_one_that_does_not_sleep_any_more_ends_with_its_answer(place, cause):
+    run_two(place, (place / cause).touch)
+    assert events(place) == ["start", "sleep", "take", "sleep", "close"]
+    assert not stage_process._waiting
+
+
 def test_a_call_that_keeps_no_process_takes_the_resident_one_and_ends_it(place):
     run_at(call(place, 0))
     stage_process.start_ahead("generate", call(place, 1).config)  # there is one already

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quiver.schemas.errors import LineageError
+from quiver.schemas.errors import CorruptError, LineageError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.model.loading import load_model
 from tests.stages.optimize.world import weights
@@ -47,6 +47,18 @@ def test_a_small_rate_moves_weights_that_are_bfloat16(store, tmp_path):
         before = old[name].float()
         torch.testing.assert_close(weight, before + 1e-3 * (new[name].float() - before))
         assert not torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+def test_weights_that_are_not_what_was_written_are_not_averaged(store, policy, damaged):
+    versions = [policy, make_policy(store, "other", seed=1)]
+    path = versions[damaged].files.path("model.safetensors")
+    weights = bytearray(path.read_bytes())
+    weights[-1] ^= 1
+    path.write_bytes(weights)
+    with pytest.raises(CorruptError, match="sha256"):
+        average(store, *versions, 0.5)
+    assert store.numbers("tiny.ref", "policy") == []
 
 
 def test_other_models_are_refused(store, policy):

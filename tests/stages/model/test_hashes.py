@@ -104,6 +104,15 @@ def test_a_file_that_changed_just_now_is_neither_remembered_nor_believed(
     assert len(hashed) == 4
 
 
+def test_a_file_that_was_put_there_just_now_is_not_believed_whatever_its_old_date(
+    cache, hashed, path
+):
+    """`cp -p` and `tar` write it now and put back the time of its last change."""
+    os.utime(path, (0, 0))
+    assert remembered(path) == remembered(path)
+    assert len(hashed) == 2 and not cache.exists()
+
+
 @pytest.mark.parametrize("text", ["{", "null", '{"content": "0"}'])
 def test_a_broken_memory_is_none(cache, hashed, later, path, text):
     remembered(path)

@@ -97,6 +97,25 @@ def test_biased_sampling_is_refused_without_leave_and_proximal_logprobs(
         assert (report["judged"], report["biased_sampling"]) == (judged, named)
 
 
+@pytest.mark.parametrize("gap, is_refused", [(0.3, True), (-0.3, False)])
+def test_penalties_can_only_put_the_policy_below_the_engine(store, policy, gap, is_refused):
+    """`gap`: how far the policy's logprobs are above those that the engine reported."""
+    rows = world.rows_of(policy, 2, 3)
+    old = [row["old_logprobs"] for row in rows]
+    for row in rows:
+        row["old_logprobs"] = [min(logprob - gap, 0.0) for logprob in row["old_logprobs"]]
+    made = world.scored(store, policy, rows, sampling={"repetition_penalty": 1.1})
+    prox = world.write_logprobs(store, made[0], old, "prox", policy)
+    allowed = _config(allow_biased_sampling=True, audit={"max_mean_gap": 0.1})
+    options = {"prox_logprobs": prox.ref}
+    if is_refused:
+        with pytest.raises(NumericError, match=r"are above the engine's by 0\.3"):
+            _run(store, policy, made, allowed, **options)
+    else:
+        audit = _run(store, policy, made, allowed, **options).manifest.metrics["audit"]
+        assert audit["kl_k1"] == pytest.approx(0.3, abs=0.05)
+
+
 def test_every_setting_that_changes_the_distribution_is_a_bias():
     biased = {"top_p": 0.9, "top_k": 20, "min_p": 0.1, "min_tokens": 3, "presence_penalty": 1}
     biased |= {"frequency_penalty": 1, "repetition_penalty": 1.1}

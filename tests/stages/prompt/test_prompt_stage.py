@@ -271,6 +271,19 @@ def test_shards_grow_with_the_prompts(store, policy, tmp_path, monkeypatch):
     assert asked == [row["prompt"] for row in many]
 
 
+def test_a_chat_of_the_last_shard_keeps_all_its_members(store, policy, tmp_path):
+    answered = [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "4", "reasoning_content": "two twice"},
+        {"role": "user", "content": "3 + 3?"},
+    ]
+    chats = [answered[:1]] * ROWS_PER_SHARD + [answered]
+    source = write(tmp_path, [{"messages": chat} for chat in chats])
+    version = store.open(run(Config(source=source), store))
+    assert len(version.manifest.files) == 2
+    assert read_messages(version.table()["messages"][-1].as_py()) == answered
+
+
 # -- too long
 
 

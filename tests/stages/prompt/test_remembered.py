@@ -15,6 +15,7 @@ import pytest
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.runner import run_stage
+from quiver.stages.prompt import sources
 from quiver.stages.prompt.stage import Config, resolve, resolve_with_columns
 
 ROWS = [{"prompt": f"What is {n} plus 5?", "answer": n + 5} for n in range(1000)]
@@ -112,6 +113,22 @@ def test_a_changed_file_is_read_again(kept, tmp_path, kind):
     second = resolve(config)
     assert second.source_sha256 != first.source_sha256
     assert resolve(config) == second
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_again(kept, tmp_path, monkeypatch):
+    path = write(tmp_path / "rows.jsonl")
+    config = Config(source=str(path))
+    real = sources._read_file
+
+    def changed_meanwhile(path):
+        table = real(path)
+        change(path)
+        return table
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sources, "_read_file", changed_meanwhile)
+        resolve(config)
+    assert resolve(config).source_sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_each_split_has_its_own_memory(kept, tmp_path):

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.reward.pool import calls
+from quiver.stages.core.run.user_process import Ended
+from quiver.stages.reward.functions.config import FunctionConfig
+from quiver.stages.reward.pool import calls, jobs
 from quiver.stages.reward.pool.calls import Function, call, call_together, describe, read
 from quiver.stages.reward.scoring import EXTRA_BYTES, Part, require_columns
 
@@ -189,6 +191,17 @@ def test_a_row_of_an_async_function_that_takes_too_long_costs_itself():
 
     late = Part(error="TimeoutError: no answer within 0.05 s")
     assert parts(slow, seconds=0.05) == [Part(1.0), late, Part(1.0)]
+
+
+def test_rows_that_were_answered_before_the_process_ended_are_not_called_again():
+    config = FunctionConfig(use="exact_match")
+    job = jobs.Job(jobs.Function(config, 8, lambda *_: None), {}, ["r0", "r1", "r2"])
+    job.function.about = describe(lambda completions: completions, "f", {})
+    rows = range(3)
+    job.put(1, Part(1.0))
+    job.spoiled(rows, Ended("by SIGKILL"))
+    assert [job.take((0, 0.0), 1) for _ in range(2)] == [range(1), range(2, 3)]
+    assert job.num_missing == 2
 
 
 def test_functions_with_a_loop_of_their_own_and_callable_objects():

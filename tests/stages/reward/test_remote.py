@@ -349,6 +349,21 @@ def test_a_host_that_rested_is_tried_again_by_one_request():
     assert len(server.asked) - num_before == 8
 
 
+def test_a_host_that_refuses_a_row_works(caplog):
+    """Its failures before and after that are not in a row."""
+    statuses = [500, 400, 500, 200]
+
+    def answer(asked):
+        status = statuses.pop(0)
+        return good(asked) if status == 200 else reply(b"", status)
+
+    options = {"batch_rows": 1, "concurrency": 1, "breaker_failures": 2, "breaker_seconds": 60}
+    with FakeServer(answer) as server:
+        refused, answered = scorer(server.url, **options).score(batch(2))
+    assert "400" in refused.error and answered == Part(0.5)
+    assert "rests" not in caplog.text
+
+
 def test_no_host_at_all_is_an_error_a_row():
     with FakeServer(good) as server:
         url = server.url

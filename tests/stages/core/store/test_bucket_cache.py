@@ -14,6 +14,7 @@ from obstore.store import from_url
 
 from quiver.schemas.errors import ConfigError, CorruptError, RemoteError, ResourceError
 from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store import bucket as bucket_module
 from quiver.stages.core.store.bucket import CACHE_GIB
 from tests.faults.proxy import Proxy
 from tests.faults.seam import watched
@@ -123,6 +124,22 @@ def test_a_deleted_cache_costs_only_a_new_fetch(bucket, asked, tmp_path):
     shutil.rmtree(tmp_path / "cache")
     assert version.table()["rollout_id"].to_pylist() == ["r10", "r11"]
     assert asked() == version.files.names
+
+
+def test_what_was_written_again_is_fetched_again(bucket):
+    storage = Store(bucket.url).storage
+    for raw in (b"first", b"again"):
+        storage.put("a/progress", raw)
+        assert storage.local("a/progress").read_bytes() == raw
+
+
+def test_what_is_more_than_one_request_can_delete_is_deleted(bucket, monkeypatch):
+    monkeypatch.setattr(bucket_module, "_AT_ONCE", 2)
+    storage = Store(bucket.url).storage
+    for number in range(5):
+        storage.put(f"a/work/{number}", b"")
+    storage.delete("a/work/")
+    assert storage.files("a") == {}
 
 
 # -- their room

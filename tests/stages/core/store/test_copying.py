@@ -247,6 +247,23 @@ def test_a_copy_made_later_adds_what_is_new(full, bucket):
     assert contents(Store(bucket.url)) == contents(full)
 
 
+def test_a_tag_that_is_made_meanwhile_is_not_copied_without_its_version(
+    full, tmp_path, monkeypatch
+):
+    real = copying._copy_version
+
+    def late(version, *others):
+        if str(version.ref) == "b/logprobs@1":  # the last one that the copy looked for
+            full.tag("b", "late", make_table(full, 30, "b").ref)
+        return real(version, *others)
+
+    monkeypatch.setattr(copying, "_copy_version", late)
+    copy(full, str(tmp_path / "copy"))
+    copied = Store(tmp_path / "copy", create=False)
+    assert full.tag_names("b") == ["late"] and copied.tag_names("b") == []
+    assert verify(copied)[1] == []
+
+
 @one_provider
 def test_another_store_is_refused(full, bucket):
     other = Store(bucket.url)

@@ -90,3 +90,9 @@ def test_gc_says_it_as_every_command_does(full, monkeypatch, capsys):
         cli.main()
     assert ended.value.code == 3
     assert "E-CORRUPT a/logprobs/.work: is not a folder" in capsys.readouterr().err
+
+
+def test_a_store_in_the_home_is_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert Store("~/mine").url == str(tmp_path / "mine") == Store("mine").url

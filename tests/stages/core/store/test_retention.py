@@ -22,7 +22,7 @@ from quiver.schemas.errors import ConflictError, CorruptError, ExpiredError, Lin
 from quiver.schemas.manifest import digest
 from quiver.stages.core.store import Store, marks, retention
 from quiver.stages.core.store.disk import Disk
-from quiver.stages.core.store.leases import Owner
+from quiver.stages.core.store.leases import Leases, Owner
 from quiver.stages.core.store.listing import EXPIRED, REMOVED
 from quiver.stages.core.store.retention import Rule, collect, find_kept, remove
 from quiver.stages.model import checkpoints
@@ -616,6 +616,16 @@ def test_what_is_made_again_stands_for_the_first_and_is_not_newer(store):
     assert [ref.version for ref in store.refs()] == [3, 2, 4]
 
 
+def test_what_is_made_a_third_time_stands_for_the_first_too(store):
+    first, second = commit(store), commit(store, Settings(seed=1))
+    for ref in (first.ref, "a/logprobs@3"):
+        remove(store, ref)
+        again = commit(store)
+    assert str(again.ref) == "a/logprobs@4"
+    assert [ref.version for ref in store.refs()] == [4, 2]
+    assert store.resolve("a/logprobs@latest") == second.ref
+
+
 def test_what_a_stage_reads_keeps_what_it_was_made_of_though_both_are_marked(store):
     line(store)
     first = store.open("a/logprobs@1")
@@ -625,6 +635,15 @@ def test_what_a_stage_reads_keeps_what_it_was_made_of_though_both_are_marked(sto
         collect(store, ALL, apply=True)
         assert first.table().num_rows == 2
         assert (Path(store.url) / "a/policy/v000000/model.safetensors").exists()
+
+
+def test_what_a_stage_reads_though_it_is_marked_stays_where_no_number_is_kept(store):
+    """The rule of this collection keeps all; an earlier one marked it."""
+    first = make_table(store, 1)
+    with begin(store, "b", "logprobs", **plan(7, inputs={"rollouts": first})):
+        marks.write(store.storage, first.ref, EXPIRED, "gc, keep = 1")
+        collect(store, Rule(keep=None, grace_seconds=0), apply=True)
+        assert first.table().num_rows == 2
 
 
 def test_a_damaged_version_and_a_full_disk_do_not_keep_what_is_due(store, monkeypatch):
@@ -662,6 +681,22 @@ def test_abandoned_work_goes_before_its_leases(store):
     with watched(around):
         collect(store, Rule(grace_seconds=0), apply=True)
     assert gone[-1] == "leases" and {"notes", "leases"} < set(gone)
+
+
+def test_on_a_full_disk_work_that_another_process_shares_stays(store, monkeypatch):
+    """There is no room for the lease with which a collection keeps others away."""
+    leave_work(store, 1)
+    (work,) = retention.unfinished(store, "a", "logprobs")
+    presence = Leases(store.storage, f"{work.prefix}.leases").take("worker-1")
+
+    def no_room(*_):
+        raise OSError(errno.ENOSPC, "there is no room")
+
+    monkeypatch.setattr(Leases, "take", no_room)
+    assert not retention._sweep(store, work)
+    assert retention.unfinished(store, "a", "logprobs") == [work]
+    presence.release()
+    assert retention._sweep(store, work)
 
 
 def test_a_process_of_another_boot_that_fell_silent_is_not_at_work(store):
