@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, LineageError, printable, reason
@@ -101,10 +102,21 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     values = [config.overrides.get(row["rollout_id"], row["reward"]) for row in rows]
     columns = {"reward": values}
     if "turn_rewards" in table.column_names:
-        columns["turn_rewards"] = [
-            with_rest(turns, value) if turns and value is not None else turns
-            for turns, value in zip(table["turn_rewards"].to_pylist(), values, strict=True)
-        ]
+        turns = plan.inputs["rollouts"].table(["rollout_id", "turns"])
+        num_turns = dict(
+            zip(
+                turns["rollout_id"].to_pylist(),
+                pc.list_value_length(turns["turns"]).to_pylist(),
+                strict=True,
+            )
+        )
+        earned = table["turn_rewards"].to_pylist()
+        for place, row in enumerate(rows):
+            name = row["rollout_id"]
+            if name in config.overrides:
+                of_turns = earned[place] or [None] * num_turns[name]
+                earned[place] = with_rest(of_turns, config.overrides[name])
+        columns["turn_rewards"] = earned
     for name, cells in columns.items():
         place = table.schema.get_field_index(name)
         field = table.schema.field(name)

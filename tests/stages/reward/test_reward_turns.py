@@ -165,6 +165,16 @@ def test_a_retry_keeps_what_turns_earned(score, rollouts, tmp_path):
     assert again.manifest.kind_schema == "rewards/2"
 
 
+def test_turns_of_rows_that_a_person_does_not_name_stay(store, policy, score, tmp_path, rollouts):
+    """Float32 makes another number of 0.7 if the last turn is computed again."""
+    rows = [row(f"e-{n}", [turn(1, reward=0.7) for _ in range(3)], "") for n in range(2)]
+    prompts = world.write_prompts(store, rows, run="more")
+    first = score(episodes.write(store, policy, rows, run="more", prompts=prompts), "environment")
+    named = OverrideConfig(author="ada", reason="it was right", overrides={"e-1": 3.0})
+    version = store.open(run_here("override", named, store, rewards=first.ref))
+    assert cells(version, "turn_rewards")[0][0] == cells(first, "turn_rewards")[0][0]
+
+
 def test_a_person_corrects_the_last_turn(store, score, rollouts):
     first = score(rollouts, "environment")
     corrected = OverrideConfig(author="ada", reason="it was right", overrides={"e-0": 3.0})
@@ -174,4 +184,7 @@ def test_a_person_corrects_the_last_turn(store, score, rollouts):
         [[0.25, None, 2.75], None, None],
     ]
     kind.check(version.table())
+    scored = OverrideConfig(author="ada", reason="it was right", overrides={"e-1": 1.0})
+    version = store.open(run_here("override", scored, store, rewards=first.ref))
+    assert cells(version, "turn_rewards") == [[[0.25, None, 1.0], [None, 1.0], None]]
     assert with_rest([1.0], 0.5) == [0.5] and with_rest([None, None], 0.5) == [None, 0.5]
