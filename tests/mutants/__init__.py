@@ -204,9 +204,12 @@ TARGETS = (
         "stages/core/store/retention.py",
         (
             f"{STORE}/test_retention.py",
+            f"{STORE}/test_no_folder.py::test_a_run_that_is_a_link_to_nowhere_is_told",
             f"{VERIFICATION}::test_a_version_that_is_deleted_on_purpose_is_no_error",
             f"{VERIFICATION}::test_a_damaged_version_is_put_aside_and_made_again",
             f"{FAULTS}/test_full_disk.py",
+            f"{STORE}/test_bucket.py::"
+            "test_what_a_sleeper_publishes_after_gc_deleted_its_data_is_marked",
             f"{OPTIMIZE}/test_adapter_alone.py::test_its_base_is_needed",
         ),
     ),

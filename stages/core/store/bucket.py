@@ -311,7 +311,11 @@ class Bucket:
         folders = {key.removesuffix("/") for key in keys if key.endswith("/")}
         above = {folder.rpartition("/")[0] for folder in folders}
         # one listing for several folders side by side
-        names = [f"{prefix}/{name}" for prefix in above for name in self._entries(prefix)]
+        names = [
+            f"{prefix}/{name}".removeprefix("/")
+            for prefix in above
+            for name in self._entries(prefix)
+        ]
         below = []
         for key in keys:
             below += [n for n in names if n.startswith(key)] if key.endswith("/") else [key]

@@ -308,6 +308,7 @@ def test_the_store_may_be_in_a_folder_that_is_a_link(tmp_path):
     (tmp_path / "link").symlink_to("folder")
     storage = Disk(tmp_path / "link")
     storage.put("kind/object", b"")
+    assert storage.list("") == ["kind"]
     assert storage.list("kind") == list(storage.files("kind")) == ["object"]
     assert storage.read("kind/object") == b""
 
