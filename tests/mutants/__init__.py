@@ -235,6 +235,7 @@ TARGETS = (
             f"{STORE}/test_store.py",
             f"{STORE}/test_listing.py::"
             "test_versions_are_seen_beside_an_older_copy_that_was_put_back",
+            f"{STORE}/test_bucket_cache.py::test_a_copy_that_was_damaged_here_is_fetched_again",
             f"{VERIFICATION}::test_a_crafted_arrow_file_with_the_right_hash_is_told",
             f"{STORE}/test_tags.py::test_every_move_has_its_entry",
             f"{STORE}/test_tags.py::test_verify_reads_the_entries_of_old_moves_too",
@@ -307,6 +308,7 @@ EQUIVALENT = {
     "leases:Leases.top:one:3": "of a link that was released, nothing else is asked",
     "listing:Listing.visible:drop:5": "without marks, the order is that of the numbers anyway",
     "listing:_quick:drop:0": "what is not read quickly is read slowly",
+    "versions:Version._verify_files:one:1": "one file is fetched alone or with its folder",
     "turns/pool:_Slot.__init__:drop:0": "an annotation",
     "environment_process:Answerer._randomness:drop:2": "a finished one's state takes memory alone",
     "leases:_keep_renewed:drop:1": "the thread ends with its process, or is forgotten in a fork",

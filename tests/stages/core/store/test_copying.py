@@ -236,12 +236,16 @@ def test_a_copy_in_which_work_was_done_is_a_conflict(full, bucket):
     assert Store(bucket.url).open("b/logprobs@2").table()["rollout_id"].to_pylist()[0] == "r200"
 
 
-def test_a_damaged_file_is_not_copied(full, bucket):
+DAMAGES = {
+    "another byte": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),
+    "missing": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_not_copied(full, bucket, damage):
     version = full.open("b/logprobs@1")
-    path = version.files.path(version.files.names[0])
-    damaged = bytearray(path.read_bytes())
-    damaged[100] ^= 1
-    path.write_bytes(damaged)
+    DAMAGES[damage](version.files.path(version.files.names[0]))
     with pytest.raises(CorruptError, match="b/logprobs@1"):
         copy(full, bucket.url)
     assert not is_store(bucket.url)

@@ -7,7 +7,7 @@ import errno
 import hashlib
 import os
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pyarrow as pa
@@ -149,19 +149,34 @@ def test_names_are_listed_one_level_or_all(storage):
     assert storage.files("kind/b/deep")["000002"] == (1, 2**31)
 
 
-def test_a_file_that_a_library_wrote_is_flushed_with_its_name(storage):
-    path = storage.folder("kind/work") / "weights"
-    path.write_bytes(b"ww")
-    flushed = []
+@contextmanager
+def flushes():
+    """A list of the paths that are flushed, in this order."""
+    paths = []
 
     def around(name, path, call):
         if name == "fsync":
-            flushed.append(path)
+            paths.append(path)
         return call()
 
     with watched(around):
+        yield paths
+
+
+def test_a_file_that_a_library_wrote_is_flushed_with_its_name(storage):
+    path = storage.folder("kind/work") / "weights"
+    path.write_bytes(b"ww")
+    with flushes() as paths:
         assert storage.put_file("kind/work/weights") == (2, hashlib.sha256(b"ww").hexdigest())
-    assert flushed == [str(path), str(path.parent)]
+    assert paths == [str(path), str(path.parent)]
+
+
+def test_names_that_other_processes_made_are_flushed(storage):
+    storage.put("kind/object", b"")
+    with flushes() as paths:
+        storage.flush("kind")
+        storage.flush("nowhere")
+    assert paths == [str(storage.local("kind"))]
 
 
 def test_a_store_of_another_user_is_foreign(storage, monkeypatch):
