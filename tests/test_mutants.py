@@ -201,7 +201,8 @@ def test_a_path_that_is_not_there_is_named(tmp_path):
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.path)
 def test_a_file_gets_enough_bugs_and_every_one_is_python(target):
     mutants = mutants_of(ROOT, target)
-    assert 8 <= len(mutants) <= target.most
+    most = min(target.most, len(find_bugs((ROOT / target.path).read_text())))
+    assert min(8, most) <= len(mutants) <= most
     for mutant in mutants:
         assert mutant.new_source.count("\n") == mutant.old_source.count("\n")
         assert ast.dump(ast.parse(mutant.new_source)) != ast.dump(ast.parse(mutant.old_source))

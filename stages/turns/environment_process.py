@@ -101,12 +101,11 @@ class Answerer:
     @contextmanager
     def _randomness(self, key: int) -> Any:
         """Restore an environment's random state on entry and save it on exit."""
-        numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
         if key in self._random_states:
             state, numpy_state = self._random_states[key]
             random.setstate(state)
-            if numpy_random is not None and numpy_state is not None:
-                numpy_random.set_state(numpy_state)
+            if numpy_state is not None:
+                sys.modules["numpy"].random.set_state(numpy_state)
         yield
         numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
         numpy_state = numpy_random.get_state() if numpy_random is not None else None

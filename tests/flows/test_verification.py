@@ -303,9 +303,18 @@ def test_a_version_that_is_deleted_on_purpose_is_no_error(store):
 
 
 UNSIGNED = json.dumps({"checksum": digest({})})  # whole, and says neither when nor why
+CHANGED = json.dumps(
+    {
+        "ref": "a/logprobs@1",
+        "commit_id": "",
+        "at": "2026-01-01T00:00:00+00:00",
+        "why": "",
+        "checksum": digest({}),
+    }
+)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", '{"at": 1}', "[" * 100_000, UNSIGNED])
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"at": 1}', "[" * 100_000, UNSIGNED, CHANGED])
 def test_a_mark_that_cannot_be_read_is_told(store, text):
     commit(store)
     commit(store, Settings(seed=1))
@@ -400,6 +409,8 @@ def test_a_damaged_version_is_put_aside_and_made_again(store):
     with pytest.raises(LineageError, match=r"on purpose: 20.* damaged"):
         store.open(first.ref)
     assert commit(store).ref.version == 3 and store.listing("a", "logprobs").visible(expired=True)
+    assert remove(store, first.ref) == (first.ref, ["a/logprobs@2"])
+    assert [path.name for path in first.files.folder.iterdir()] == ["manifest.json"]
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,8 @@ TARGETS = (
             f"{STORE}/test_leases.py",
             f"{STORE}/test_store.py::test_work_that_ends_on_a_full_disk_is_free_at_once",
             f"{STORE}/test_sharing.py",
+            f"{STORE}/test_retention.py::"
+            "test_a_process_of_another_boot_that_fell_silent_is_not_at_work",
         ),
     ),
     Target(
@@ -192,11 +194,24 @@ TARGETS = (
     ),
     Target(
         "stages/core/store/marks.py",
-        (f"{STORE}/test_retention.py", f"{FAULTS}/test_corruption.py"),
+        (
+            f"{STORE}/test_retention.py",
+            f"{VERIFICATION}::test_a_mark_that_cannot_be_read_is_told",
+            f"{FAULTS}/test_corruption.py",
+        ),
     ),
     Target(
         "stages/core/store/retention.py",
-        (f"{STORE}/test_retention.py", f"{FAULTS}/test_full_disk.py"),
+        (
+            f"{STORE}/test_retention.py",
+            f"{STORE}/test_no_folder.py::test_a_run_that_is_a_link_to_nowhere_is_told",
+            f"{VERIFICATION}::test_a_version_that_is_deleted_on_purpose_is_no_error",
+            f"{VERIFICATION}::test_a_damaged_version_is_put_aside_and_made_again",
+            f"{FAULTS}/test_full_disk.py",
+            f"{STORE}/test_bucket.py::"
+            "test_what_a_sleeper_publishes_after_gc_deleted_its_data_is_marked",
+            f"{OPTIMIZE}/test_adapter_alone.py::test_its_base_is_needed",
+        ),
     ),
     Target(
         "stages/core/store/disk.py",
@@ -208,9 +223,19 @@ TARGETS = (
         ),
     ),
     Target(
+        "stages/core/store/bucket.py",
+        (f"{STORE}/test_bucket.py", f"{STORE}/test_bucket_cache.py"),
+        8,
+    ),
+    Target("stages/core/store/copying.py", (f"{STORE}/test_copying.py",), 8),
+    Target("stages/core/store/places.py", (f"{STORE}/test_places.py",)),
+    Target(
         "stages/core/store/versions.py",
         (
             f"{STORE}/test_store.py",
+            f"{STORE}/test_listing.py::"
+            "test_versions_are_seen_beside_an_older_copy_that_was_put_back",
+            f"{STORE}/test_bucket_cache.py::test_a_copy_that_was_damaged_here_is_fetched_again",
             f"{VERIFICATION}::test_a_crafted_arrow_file_with_the_right_hash_is_told",
             f"{STORE}/test_tags.py::test_every_move_has_its_entry",
             f"{STORE}/test_tags.py::test_verify_reads_the_entries_of_old_moves_too",
@@ -229,7 +254,7 @@ TARGETS = (
         ),
     ),
     Target("stages/turns/pool.py", (ENVIRONMENT_POOL,), 12),
-    Target("stages/turns/environment_process.py", (ENVIRONMENT_POOL,), 8),
+    Target("stages/turns/environment_process.py", (ENVIRONMENT_POOL,), 9),
     Target(
         "stages/prompt/rows.py",
         (f"{PROMPT}/test_templates.py", f"{PROMPT}/test_prompt_stage.py"),
@@ -280,6 +305,12 @@ EQUIVALENT = {
     "trainer:Trainer.warming:drop:1": "only the critic's step reads it",
     "trainer:Trainer._members:one:4": "what seeds people write is below 2**63 and 3**63",
     "leases:Owner.this_process:drop:0": "a process that asks is alive, so it has begun",
+    "leases:Leases.top:one:3": "of a link that was released, nothing else is asked",
+    "listing:Listing.visible:drop:5": "without marks, the order is that of the numbers anyway",
+    "listing:_quick:drop:0": "what is not read quickly is read slowly",
+    "versions:Version._verify_files:one:1": "one file is fetched alone or with its folder",
+    "turns/pool:_Slot.__init__:drop:0": "an annotation",
+    "environment_process:Answerer._randomness:drop:2": "a finished one's state takes memory alone",
     "leases:_keep_renewed:drop:1": "the thread ends with its process, or is forgotten in a fork",
 }
 """Bugs that change nothing which comes out, and why; they are not tried."""

@@ -24,7 +24,7 @@ import re
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -53,16 +53,20 @@ _AT_ONCE = 256  # keys in one request to delete
 _PROVIDERS = ("AWS", "AZURE", "GOOGLE")
 _TIMEOUT = "120s"
 """For one request, with its body: a shard of a few hundred MB."""
-_RETRIES = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
+_RETRIES = {"max_retries": 5, "retry_timeout": timedelta(seconds=180)}
 """A request cannot be interrupted by a signal, and is sent again only within this time."""
+_PART_BYTES = 64 * 1024**2
+_UPLOADS = ".uploads"
+"""Folder of the cache with files that a library writes, until they are uploaded."""
+_UPLOAD_SECONDS = 7 * 24 * 3600.0
 _IN_USE_SECONDS = 3600.0
 _MOST_TRIES = 3
 _REFUSED = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 _METADATA_SERVICE = "169.254.169.254"
 """Asked for the machine's role if the environment holds no credentials."""
 _STATUS_REFUSED = re.compile(r"\b40[134] [A-Z]")
-_MANIFESTS: defaultdict[str, dict[str, bytes]] = defaultdict(dict)
-"""Manifests, and `store.json`, that this process has read, by URL and key; they never change."""
+_MANIFESTS: defaultdict[tuple[str, bytes], dict[str, bytes]] = defaultdict(dict)
+"""Manifests that this process has read, by URL and `store.json`; they never change."""
 CACHE_GIB = "QUIVER_CACHE_GIB"
 DEFAULT_CACHE_GIB = 100.0
 
@@ -84,14 +88,14 @@ class Bucket:
             self._bucket = from_url(url, client_options=client, retry_config=_RETRIES)
         except (exceptions.BaseError, ValueError) as error:
             raise ConfigError(
-                f"store {url}",
+                f"store {_without_secrets(url)}",
                 _first_line(error),
                 next="name a bucket, as in s3://bucket/folder, and give the environment variables "
                 "that its provider's tools read",
             ) from None
-        home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
         self._caches = home / "quiver/buckets"
-        self._manifests = _MANIFESTS[url]
+        self._manifests: dict[str, bytes] = {}
         self._fetched: set[str] = set()
         """Keys of files that this process has fetched, or compared with the bucket."""
         self._free_bytes = 0.0
@@ -120,9 +124,10 @@ class Bucket:
         except exceptions.BaseError as error:
             # a listing that is refused has no type of its own
             if _METADATA_SERVICE in str(error):
-                raise ConfigError(
+                raise ResourceError(
                     f"store {self.url}",
-                    "there are no credentials for it",
+                    "there are no credentials for it: none in the environment, and the machine "
+                    "names no role",
                     next="export those of deployments/docs/buckets.md",
                 ) from None
             if isinstance(error, _REFUSED) or _STATUS_REFUSED.search(str(error)):
@@ -151,7 +156,9 @@ class Bucket:
                 problem = f"has {size} bytes, at most {most_bytes} are read"
                 raise CorruptError(key, problem, next=f"delete {self.url}/{key}")
             raw = bytes(answer.bytes())
-        if key.endswith("manifest.json") or key == "store.json":
+        if key == "store.json":
+            self._manifests = _MANIFESTS[self.url, raw]
+        elif key.endswith("/manifest.json"):
             self._manifests[key] = raw
         return raw
 
@@ -159,7 +166,8 @@ class Bucket:
         with self._asking(prefix):
             listed = obstore.list_with_delimiter(self._bucket, prefix or None)
         paths = [*listed["common_prefixes"], *(entry["path"] for entry in listed["objects"])]
-        return sorted(path.rpartition("/")[2] for path in paths)
+        # a console's "folder" is an object without a name
+        return sorted(filter(None, (path.rpartition("/")[2] for path in paths)))
 
     def files(self, prefix: str) -> dict[str, tuple[int, float]]:
         return {
@@ -176,44 +184,48 @@ class Bucket:
 
     # -- copies on this host
 
-    def local(self, key: str, *, again: bool = False) -> Path:
-        path = self._cache / key
-        if again:
-            path.unlink(missing_ok=True)
-        if key in self._fetched and path.exists():
-            return path
-        if path.is_file():
+    def local(self, key: str, names: Iterable[str] = (), *, again: bool = False) -> Path:
+        keys = [f"{key}/{name}" for name in names] or [key]
+        wanted = [each for each in keys if again or not self._is_fetched(each)]
+        if len(wanted) == 1:
             with self._asking(key):
-                self._fetch(key, obstore.head(self._bucket, key))
-            return path
-        with suppress(FileNotFoundError):
-            if not path.is_dir():
-                self._fetch(key)
-                return path
-        entries = self._entries(key)
-        if not entries:
-            raise FileNotFoundError(errno.ENOENT, "there is no such object", f"{self.url}/{key}")
-        map_in_threads(lambda name: self._fetch(f"{key}/{name}", entries[name]), entries)
-        self._fetched.add(key)
-        return path
+                self._fetch(wanted[0], obstore.head(self._bucket, wanted[0]), again)
+        elif wanted:
+            entries = {f"{key}/{name}": entry for name, entry in self._entries(key).items()}
+            for missing in wanted:
+                if missing not in entries:
+                    raise FileNotFoundError(errno.ENOENT, "there is no such object", missing)
+            map_in_threads(lambda each: self._fetch(each, entries[each], again), wanted)
+        return self._cache / key
 
-    def _fetch(self, key: str, entry: Mapping[str, Any] | None = None) -> None:
+    def _is_fetched(self, key: str) -> bool:
+        """Return True if this process has compared the copy. The copy counts as used now."""
+        path = self._cache / key
+        with suppress(OSError):
+            if key in self._fetched:
+                os.utime(path, (time.time(), path.stat().st_mtime))
+                return True
+        return False
+
+    def _fetch(self, key: str, entry: Mapping[str, Any], again: bool) -> None:
         """Copy an object to the cache, unless the copy there is the one that `entry` describes."""
         path = self._cache / key
         with suppress(FileNotFoundError):
             status = path.stat()
-            if entry and (status.st_size, status.st_mtime) == (entry["size"], _time_of(entry)):
+            if not again and (status.st_size, status.st_mtime) == (entry["size"], _time_of(entry)):
                 os.utime(path, (time.time(), status.st_mtime))
                 self._fetched.add(key)
                 return
         with storage_errors(self._cache), self._asking(key):
-            answer = obstore.get(self._bucket, key)
-            self._make_room(answer.meta["size"])
+            size = entry["size"]
+            self._make_room(size)
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path, durable=False) as file:
-                for chunk in answer:
-                    file.write(chunk)
-        os.utime(path, (time.time(), _time_of(answer.meta)))
+                # the time limit is that of one request
+                for start in range(0, size, _PART_BYTES):
+                    end = min(size, start + _PART_BYTES)
+                    file.write(obstore.get_range(self._bucket, key, start=start, end=end))
+        os.utime(path, (time.time(), _time_of(entry)))
         self._fetched.add(key)
 
     def _make_room(self, num_bytes: int) -> None:
@@ -231,10 +243,11 @@ class Bucket:
         most_bytes = _cache_gib() * 1024**3
         excess = sum(size for _, size, _ in copies) + num_bytes - 0.9 * most_bytes
         for used_at, size, path in sorted(copies):
-            if excess <= 0 or time.time() - used_at < _IN_USE_SECONDS:
-                break
-            path.unlink(missing_ok=True)
-            excess -= size
+            is_upload = _UPLOADS in path.parts
+            seconds_to_stay = _UPLOAD_SECONDS if is_upload else _IN_USE_SECONDS
+            if excess > 0 and time.time() - used_at >= seconds_to_stay:
+                path.unlink(missing_ok=True)
+                excess -= size
         self._free_bytes = 0.1 * most_bytes
 
     # -- writing
@@ -301,29 +314,35 @@ class Bucket:
         pass
 
     def folder(self, prefix: str) -> Path:
-        path = self._cache / prefix
+        path = self._cache / _UPLOADS / prefix
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     def put_file(self, key: str) -> tuple[int, str]:
-        path = self._cache / key
-        self._make_room(path.stat().st_size)
+        file, path = self._cache / _UPLOADS / key, self._cache / key
+        self._make_room(0)
         for tries_left in reversed(range(_MOST_TRIES)):
             try:
                 with self._asking(key):
-                    answer = obstore.put(self._bucket, key, path)
+                    answer = obstore.put(self._bucket, key, file)
                 break
             except RemoteError:  # in parts; of some only the answer was lost
                 if not tries_left:
                     raise
-        os.utime(path, (time.time(), _time_of(answer)))  # so it is not fetched again
+        os.utime(file, (time.time(), _time_of(answer)))  # so it is not fetched again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file.replace(path)
         return path.stat().st_size, sha256_of(path)
 
     def delete(self, *keys: str) -> None:
         folders = {key.removesuffix("/") for key in keys if key.endswith("/")}
         above = {folder.rpartition("/")[0] for folder in folders}
         # one listing for several folders side by side
-        names = [f"{prefix}/{name}" for prefix in above for name in self._entries(prefix)]
+        names = [
+            f"{prefix}/{name}".removeprefix("/")
+            for prefix in above
+            for name in self._entries(prefix)
+        ]
         below = []
         for key in keys:
             below += [n for n in names if n.startswith(key)] if key.endswith("/") else [key]
@@ -377,4 +396,10 @@ def _time_of(answer: Mapping[str, Any]) -> int:
 
 
 def _first_line(error: Exception) -> str:
-    return printable(str(error).strip().partition("\n")[0], 500)  # with the status behind the URL
+    # long enough for the status behind the URL
+    return printable(_without_secrets(str(error).strip().partition("\n")[0]), 500)
+
+
+def _without_secrets(text: str) -> str:
+    """Return a text without what stands before @, or behind ?, in its URLs."""
+    return re.sub(r"(?<=://)[^/@\s]*@|\?[^\s)]*", "", text)

@@ -26,8 +26,12 @@ from quiver.stages.core.threads import map_in_threads
 from . import marks
 from .listing import REMOVED
 from .places import locate, open_storage
+from .retention import folders_of
 from .storage import Storage, size_and_sha256
 from .versions import Store, Version
+
+_UNFINISHED = "store.json.copying"
+"""Object that a copy has until it is finished: the later `store.json`."""
 
 
 @dataclass
@@ -54,12 +58,11 @@ def copy(source: Store, target: str) -> Copied:
     """
     url = locate(target)
     storage = open_storage(url)
-    marker = source.storage.read("store.json")
-    with suppress(FileNotFoundError):
-        if storage.read("store.json") != marker:
-            raise ConfigError(f"store {url}", "is another store", next="name an empty folder")
     copied = Copied()
     with storage_errors(f"store {url}"):
+        for key in folders_of(source):
+            source.storage.list(key)  # a run that is a link would be left out
+        _claim(storage, source.storage.read("store.json"))
         # what a tag names was there before the tag
         entries = [
             f"{run}/tags/{name}/{entry}"
@@ -81,7 +84,28 @@ def copy(source: Store, target: str) -> Copied:
                     _copy_objects(source.storage, storage, [manifest])
                 copied.versions += 1
         _copy_objects(source.storage, storage, [*entries, "store.json"])
+        storage.delete(_UNFINISHED)
     return copied
+
+
+def _claim(target: Storage, marker: bytes) -> None:
+    """Mark `target` as a copy that is being made of the store with this `store.json`.
+
+    Raises ConfigError if it is another store, or holds other things.
+    """
+    names = target.list("")
+    for name in ("store.json", _UNFINISHED):
+        if name in names:
+            if target.read(name) == marker:
+                return
+            raise ConfigError(
+                f"store {target.url}", "is another store", next="name an empty folder"
+            )
+    if names:
+        raise ConfigError(
+            f"store {target.url}", "holds other things", next="name an empty or new folder"
+        )
+    target.put_if_absent(_UNFINISHED, marker, flush_name=True)
 
 
 def _copy_files(version: Version, target: Storage) -> int:

@@ -21,6 +21,7 @@ import re
 import shutil
 import stat
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 
 from quiver.schemas.errors import ConfigError, CorruptError, OutcomeUnknownError
@@ -60,7 +61,7 @@ class Disk:
 
     # -- reading
 
-    def local(self, key: str, *, again: bool = False) -> Path:
+    def local(self, key: str, names: Iterable[str] = (), *, again: bool = False) -> Path:
         return self._root / key
 
     def read(self, key: str, most_bytes: int = MOST_BYTES) -> bytes:

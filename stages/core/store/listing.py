@@ -23,7 +23,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from quiver.schemas.errors import CorruptError
@@ -178,8 +178,8 @@ def _quick(raw: bytes) -> Summary | None:
     with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         fields = json.loads(raw)
         names = ("version", "run_key", "stage", "rows")
-        summary = Summary(*(fields[name] for name in names), 0, fields["created"])
-        return replace(summary, bytes=sum(fields["bytes"].values()))
+        num_bytes = sum(fields["bytes"].values())
+        return Summary(*(fields[name] for name in names), num_bytes, fields["created"])
     return None
 
 
@@ -205,7 +205,7 @@ def _lines_of(index: bytes) -> Mapping[int, bytes]:
 
 
 def _run_key(line: bytes) -> bytes:
-    return line.split(b" ", 2)[1]
+    return line.split()[1]
 
 
 def _parse(line: bytes) -> Summary:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import ModelEntry, digest
+from quiver.schemas.refs import Ref
 from quiver.stages.core.config import Config
 
 from .listing import Listing
@@ -66,9 +69,21 @@ class Plan:
 
     @cached_property
     def attempt(self) -> int:
-        """Number of versions with this run key that existed when the call began. So a repeat never
-        touches the data of an earlier version."""
-        return len(self.listing.find(self.run_key))
+        """Number of this attempt to do the work. A repeat never touches the data of an earlier
+        version."""
+        return self.attempt_at(self.kinds[-1], self.listing)
+
+    def attempt_at(self, kind: str, listing: Listing) -> int:
+        """Return the number of versions of one kind with this run key, or more if a user deleted
+        one and a later one has its files in `.data`."""
+        numbers = listing.find(self.run_key)
+        attempts = [len(numbers)]
+        for number in numbers:
+            version = Version(Ref(self.run, kind, number), self.store.storage)
+            with suppress(CorruptError):
+                if place := version.manifest.place:
+                    attempts.append(int(place.split(".")[1]) + 1)
+        return max(attempts)
 
     @property
     def work(self) -> str:

@@ -560,7 +560,8 @@ def _sweep(store: Store, work: Work) -> bool:
         # no room for it, there is none for that process's lease either
         lease = None
         try:
-            lease = leases.take("work")
+            # a silent process of another host, or of another boot, is no holder here
+            lease = leases.take("work", from_living=not leases.holders())
             is_free = lease is not None
         except OSError as error:
             is_free = error.errno in _NO_ROOM

@@ -12,6 +12,8 @@ replaced: leases, caches and notes of progress. `publish` makes a version visibl
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -45,9 +47,12 @@ class Storage(Protocol):
         """
         ...
 
-    def local(self, key: str, *, again: bool = False) -> Path:
-        """Return the path of an object, or of the folder of a prefix, on this host. Nothing there
-        may be changed. If it is a copy, `again` replaces it by a new one."""
+    def local(self, key: str, names: Iterable[str] = (), *, again: bool = False) -> Path:
+        """Return the path of an object on this host; with `names`, of the folder with these files
+        below the prefix `key`. Nothing there may be changed.
+
+        With `again`, a copy is replaced by a new one.
+        """
         ...
 
     def list(self, prefix: str) -> list[str]:
@@ -146,10 +151,20 @@ def list_numbers(storage: Storage, prefix: str) -> list[int]:
     return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
 
-def size_and_sha256(storage: Storage, key: str, *, again: bool = False) -> tuple[int, str]:
-    """Return an object's size in bytes and its sha256, as 64 hex digits; with `again`, not those of
-    an earlier copy. Raises CorruptError if it is not a regular file."""
-    path = regular_file(storage.local(key, again=again), key)
+def size_and_sha256(
+    storage: Storage, key: str, expected: tuple[int, str] | None = None
+) -> tuple[int, str]:
+    """Return an object's size in bytes and its sha256, as 64 hex digits.
+
+    If they are not `expected`, its copy on this host may be damaged, so a new one counts. Raises
+    CorruptError if it is not a regular file.
+    """
+    with suppress(FileNotFoundError):  # also if somebody deletes the copies
+        path = regular_file(storage.local(key), key)
+        first = path.stat().st_size, sha256_of(path)
+        if expected in (None, first):
+            return first
+    path = regular_file(storage.local(key, again=True), key)
     return path.stat().st_size, sha256_of(path)
 
 

@@ -96,8 +96,12 @@ class VersionFiles:
 
     @property
     def folder(self) -> Path:
-        """Folder on this host with all files. Nothing in it may be changed."""
-        return self._storage.local(self._prefix)
+        """Folder on this host with all files but optimizer state. Nothing in it may be changed."""
+        names = [name for name in self.names if not name.startswith(f"{OPTIMIZER_FOLDER}/")]
+        try:
+            return self._storage.local(self._prefix, names)
+        except FileNotFoundError:
+            raise self._version.missing("") from None
 
     @property
     def names(self) -> list[str]:
@@ -206,18 +210,17 @@ class Version:
             raise error
 
     def _verify_files(self, entries: list[FileEntry]) -> None:
-        if len(entries) > 1 and len(entries) == len(self.manifest.files):
+        if len(entries) > 1:
             with suppress(FileNotFoundError):  # told for each file below
-                self._storage.local(self.manifest.prefix)  # all at once
+                names = [entry.name for entry in entries]
+                self._storage.local(self.manifest.prefix, names)  # all at once
         map_in_threads(self._verify_file, entries)
 
     def _verify_file(self, entry: FileEntry) -> None:
         name = entry.name
         key = f"{self.manifest.prefix}/{name}"
         try:
-            size, sha256 = size_and_sha256(self._storage, key)
-            if (size, sha256) != (entry.bytes, entry.sha256):
-                size, sha256 = size_and_sha256(self._storage, key, again=True)
+            size, sha256 = size_and_sha256(self._storage, key, (entry.bytes, entry.sha256))
         except FileNotFoundError:
             raise self.missing(name) from None
         if size != entry.bytes:
@@ -335,6 +338,12 @@ class Store:
             )
         with storage_errors(f"store {self.url}"):
             self.storage.put_if_absent("store.json", _marker().encode(), flush_name=True)
+            if self.storage.put_if_absent("store.json", b"again"):
+                raise ConfigError(
+                    f"store {self.url}",
+                    "the bucket's server overwrites objects in spite of If-None-Match",
+                    next="take a server that supports conditional writes",
+                )
 
     def _read_marker(self) -> str:
         """Return the id in store.json. Raises CorruptError."""

@@ -122,7 +122,11 @@ class Writer:
         self.committed: Version | None = None
         """The version, once it is committed."""
         self.shards: SoleShards | SharedShards | None = None
-        self.work = f"{plan.run}/{kind}/.work/{plan.run_key}.{plan.attempt}"
+        is_last = kind == plan.kinds[-1]
+        self.attempt = (
+            plan.attempt if is_last else plan.attempt_at(kind, plan.store.listing(plan.run, kind))
+        )
+        self.work = f"{plan.run}/{kind}/.work/{plan.run_key}.{self.attempt}"
         """Prefix of the shards; `.notes`, `.leases` and `.resume` follow it."""
         self._plan = plan
         self._name = f"{plan.run}/{kind}"
@@ -141,7 +145,7 @@ class Writer:
         self._finished: dict[str, Any] | None = None
         self._ids: pa.ChunkedArray | None = None
         # with force, the versions that were there before do not count as this work
-        self._skip = plan.attempt if force else 0
+        self._skip = len(plan.listing.find(plan.run_key)) if force else 0
 
     # -- unfinished work
 
@@ -225,8 +229,9 @@ class Writer:
 
     def _is_whole(self, entry: FileEntry) -> bool:
         try:
+            expected = entry.bytes, entry.sha256
             key = f"{self._files}/{entry.name}"
-            return size_and_sha256(self._storage, key) == (entry.bytes, entry.sha256)
+            return size_and_sha256(self._storage, key, expected) == expected
         except (FileNotFoundError, CorruptError):
             return False
 
@@ -443,6 +448,7 @@ class Writer:
                 number = self._next_number(listing)
                 if self.is_committed(listing):
                     raise CommittedByOther
+                self._require_own_place(listing)
                 manifest = Manifest(run=self.run, kind=self.kind, version=number, **fields)
                 ref = Ref(self.run, self.kind, number)
                 if not lease.is_held():
@@ -451,6 +457,15 @@ class Writer:
                 if self._storage.publish(self._files, self._worker, ref.folder, raw, sizes):
                     plan.store.written.add(str(ref))
                     self.committed = Version(ref, self._storage)
+
+    def _require_own_place(self, listing: Listing) -> None:
+        """Raise BusyError if the shards in `.data` are another version's: a process that shared the
+        work has published them while this one slept, and the version was removed since."""
+        place = self._files.partition("/.data/")[2]
+        for number in listing.find(self.run_key) if place else ():
+            version = Version(Ref(self.run, self.kind, number), self._storage)
+            if version.prefix.endswith(f"/.data/{place}"):
+                raise taken_over(self._name)
 
     def _next_number(self, listing: Listing) -> int:
         """Return the number after the highest one that was ever given.
@@ -631,7 +646,7 @@ class Staging:
             names = [
                 match[0]
                 for match in matches
-                if match[1] == plan.run_key and int(match[2]) <= plan.attempt
+                if match[1] == plan.run_key and int(match[2]) <= self.writers[kind].attempt
             ]
             # notes before the shards that they describe
             storage.delete(*(f"{place}/{name}/" for name in reversed(names)))

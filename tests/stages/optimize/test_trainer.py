@@ -192,6 +192,10 @@ def test_the_cut_into_micro_batches_changes_nothing(policy, rows, packing, budge
     _compare(made, _expected(policy, rows))
 
 
+def test_a_reference_changes_nothing_where_the_loss_has_no_kl(policy, rows):
+    _compare(_trainer(policy, rows, _config(), "grpo", ref=True), _expected(policy, rows))
+
+
 def test_accelerates_environment_changes_nothing(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")

@@ -197,6 +197,33 @@ def test_if_nobody_can_know_the_answer_says_so(bucket, proxy):
     assert str(Store(bucket.url).open("a/logprobs@latest").ref) == "a/logprobs@1"
 
 
+def test_an_object_whose_answer_was_lost_is_replaced_by_its_stamp(bucket, proxy):
+    storage = open_storage(bucket.url)
+    proxy.follow(at(0, DROP_AFTER))
+    stamp = storage.put_if_absent("note", b"first")
+    proxy.follow()
+    assert storage.put("note", b"second", stamp)
+    assert storage.put("note", b"late", stamp) is None and storage.read("note") == b"second"
+
+
+def test_all_below_a_folder_is_deleted_by_as_many_requests_as_it_takes(bucket, monkeypatch):
+    monkeypatch.setattr(module, "_AT_ONCE", 2)
+    storage = open_storage(bucket.url)
+    for name in ("folder/a", "folder/b", "folder/c/d", "folder/e", "folder/f", "folders"):
+        storage.put(name, b"")
+    storage.delete("folder/")
+    assert list(storage.files("")) == ["folders"]
+
+
+def test_what_was_taken_away_is_not_published(bucket):
+    storage = open_storage(bucket.url)
+    storage.put("kind/.data/work/one", b"1")
+    for sizes in ({"one": 2}, {"one": 1, "two": 1}):
+        with pytest.raises(FileNotFoundError, match="taken away"):
+            storage.publish("kind/.data/work", "token", "kind/v000001", b"{}", sizes)
+    assert storage.list("kind") == [".data"]
+
+
 def test_of_many_writers_each_gets_a_number_and_equal_work_is_made_once(bucket):
     seeds = [*range(6), *range(6)]
 

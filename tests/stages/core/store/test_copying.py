@@ -232,10 +232,11 @@ def puts(requests) -> set[str]:
     return {request.path.partition("?")[0] for request in requests if request.method == "PUT"}
 
 
-def test_a_second_copy_sends_nothing(full, bucket):
-    first = copy(full, bucket.url)
-    assert first.bytes > 0
-    assert copy(full, bucket.url) == copying.Copied(first.versions, 0)
+def test_a_second_copy_sends_nothing(full, bucket, tmp_path):
+    for place in (bucket.url, str(tmp_path / "folder")):
+        first = copy(full, place)
+        assert first.bytes > 0
+        assert copy(full, place) == copying.Copied(first.versions, 0)
 
 
 def test_a_copy_made_later_adds_what_is_new(full, bucket):
@@ -250,14 +251,14 @@ def test_a_copy_made_later_adds_what_is_new(full, bucket):
 def test_a_tag_that_is_made_meanwhile_is_not_copied_without_its_version(
     full, tmp_path, monkeypatch
 ):
-    real = copying._copy_version
+    real = copying._copy_files
 
     def late(version, *others):
         if str(version.ref) == "b/logprobs@1":  # the last one that the copy looked for
             full.tag("b", "late", make_table(full, 30, "b").ref)
         return real(version, *others)
 
-    monkeypatch.setattr(copying, "_copy_version", late)
+    monkeypatch.setattr(copying, "_copy_files", late)
     copy(full, str(tmp_path / "copy"))
     copied = Store(tmp_path / "copy", create=False)
     assert full.tag_names("b") == ["late"] and copied.tag_names("b") == []
@@ -285,13 +286,17 @@ def test_a_copy_in_which_work_was_done_is_a_conflict(full, bucket):
     assert Store(bucket.url).open("b/logprobs@2").table()["rollout_id"].to_pylist()[0] == "r200"
 
 
+DAMAGES = {
+    "another byte": lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),
+    "missing": lambda path: path.unlink(),
+}
+
+
 @one_provider
-def test_a_damaged_file_is_not_copied(full, bucket):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_not_copied(full, bucket, damage):
     version = full.open("b/logprobs@1")
-    path = version.files.path(version.files.names[0])
-    damaged = bytearray(path.read_bytes())
-    damaged[100] ^= 1
-    path.write_bytes(damaged)
+    DAMAGES[damage](version.files.path(version.files.names[0]))
     with pytest.raises(CorruptError, match="b/logprobs@1"):
         copy(full, bucket.url)
     assert not is_store(bucket.url)

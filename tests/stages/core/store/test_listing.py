@@ -1,6 +1,7 @@
 """Numbers and summaries of one kind: what the manifests say, however the index looks."""
 
 import builtins
+import json
 import re
 import shutil
 import zlib
@@ -88,8 +89,11 @@ def test_versions_that_come_or_go_by_hand_are_seen(store):
     version = commits(store, 0, 1, 2)[1]
     folder, run_key = version.files.folder, version.manifest.run_key
     elsewhere = Path(store.url).with_name("elsewhere")
+    store.summaries("a", "logprobs")
     shutil.move(folder, elsewhere)
     assert store.find("a", "logprobs", run_key) is None
+    summaries = store.listing("a", "logprobs").summaries()
+    assert [summary.number for summary in summaries] == [1, 3]
     shutil.move(elsewhere, folder)
     assert store.find("a", "logprobs", run_key).ref == version.ref
 
@@ -103,7 +107,8 @@ def test_versions_are_seen_beside_an_older_copy_that_was_put_back(store):
     (second,) = commits(store, 1)
     shutil.copytree(copy, store.url, dirs_exist_ok=True)
     assert store.find("a", "logprobs", second.manifest.run_key).ref == second.ref
-    assert [ref.version for ref, _ in store.summaries("a", "logprobs")] == [1, 2]
+    refs = [str(ref) for ref, _ in store.summaries("a", "logprobs")]
+    assert refs == ["a/logprobs@1", "a/logprobs@2"]
 
 
 @pytest.mark.parametrize("is_indexed", [False, True])
@@ -123,6 +128,27 @@ def test_a_manifest_that_was_torn_and_mended_is_seen(store, is_indexed):
     assert store.find("a", "logprobs", run_key).ref == version.ref
     ((_, summary),) = store.summaries("a", "logprobs")
     assert summary.error == "" and summary.rows == 2
+
+
+def test_a_manifest_of_other_spaces_has_the_same_summary(store):
+    """Another program wrote it; its checksum is that of its fields."""
+    (version,) = commits(store, 0)
+    before = store.summaries("a", "logprobs")
+    path = version.files.path("manifest.json")
+    path.write_text(json.dumps(read_json(path.read_bytes()), indent=1))
+    index_of(store).unlink()
+    assert store.summaries("a", "logprobs") == before
+
+
+def test_a_version_that_was_made_again_while_it_was_torn_keeps_its_place(store):
+    first, _ = commits(store, 0, 1)
+    path = first.files.path("manifest.json")
+    whole = path.read_bytes()
+    path.write_bytes(b"{")
+    (again,) = commits(store, 0)
+    path.write_bytes(whole)
+    remove(store, again.ref)
+    assert store.listing("a", "logprobs").visible(expired=False) == [1, 2]
 
 
 @pytest.mark.parametrize("stage", ["two words", f"x\n2 {'0' * 64} x 1 1 x"])

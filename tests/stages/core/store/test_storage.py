@@ -7,7 +7,7 @@ import errno
 import hashlib
 import os
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pyarrow as pa
@@ -57,6 +57,8 @@ def test_a_prefix_and_an_object_that_is_too_large_are_no_small_objects(storage):
     storage.put("run/kind", b"x" * (MOST_BYTES + 1))
     with pytest.raises(CorruptError, match=r"has 8388609 bytes, at most 8388608"):
         storage.read("run/kind")
+    storage.put("run/kind", b"x" * MOST_BYTES)
+    assert len(storage.read("run/kind")) == MOST_BYTES
     for ask in (Disk.read, size_and_sha256):
         with pytest.raises(CorruptError, match="is not a file"):
             ask(storage, "run")
@@ -137,13 +139,51 @@ def test_with_a_stamp_an_object_is_replaced_that_was_not_changed_since(storage):
 def test_names_are_listed_one_level_or_all(storage):
     for key in ("kind/b/two", "kind/a", "kind/b/deep/000002", "kind/b/deep/000010.json"):
         storage.put(key, b"x")
-    assert storage.list("kind") == ["a", "b"]
+    storage.put("kind.tmp", b"a name that a user chose")
+    assert storage.list("") == ["kind", "kind.tmp"] and storage.list("kind") == ["a", "b"]
     assert list_numbers(storage, "kind/b/deep") == [2, 10]
     files = storage.files("kind")
     assert list(files) == ["a", "b/deep/000002", "b/deep/000010.json", "b/two"]
     assert {size for size, _ in files.values()} == {1}
     os.utime(storage.local("kind/b/deep/000002"), (2**31, 2**31))
     assert storage.files("kind/b/deep")["000002"] == (1, 2**31)
+
+
+@contextmanager
+def flushes():
+    """A list of the paths that are flushed, in this order."""
+    paths = []
+
+    def around(name, path, call):
+        if name == "fsync":
+            paths.append(path)
+        return call()
+
+    with watched(around):
+        yield paths
+
+
+def test_a_file_that_a_library_wrote_is_flushed_with_its_name(storage):
+    path = storage.folder("kind/work") / "weights"
+    path.write_bytes(b"ww")
+    with flushes() as paths:
+        assert storage.put_file("kind/work/weights") == (2, hashlib.sha256(b"ww").hexdigest())
+    assert paths == [str(path), str(path.parent)]
+
+
+def test_names_that_other_processes_made_are_flushed(storage):
+    storage.put("kind/object", b"")
+    with flushes() as paths:
+        storage.flush("kind")
+        storage.flush("nowhere")
+    assert paths == [str(storage.local("kind"))]
+
+
+def test_a_store_of_another_user_is_foreign(storage, monkeypatch):
+    storage.put("store.json", b"{}")
+    assert not storage.is_foreign
+    monkeypatch.setattr(os, "geteuid", lambda: storage.local("store.json").stat().st_uid + 1)
+    assert storage.is_foreign
 
 
 def test_what_is_deleted_is_gone_with_all_below(storage):
@@ -283,6 +323,7 @@ def test_the_store_may_be_in_a_folder_that_is_a_link(tmp_path):
     (tmp_path / "link").symlink_to("folder")
     storage = Disk(tmp_path / "link")
     storage.put("kind/object", b"")
+    assert storage.list("") == ["kind"]
     assert storage.list("kind") == list(storage.files("kind")) == ["object"]
     assert storage.read("kind/object") == b""
 

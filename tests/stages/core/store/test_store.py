@@ -170,6 +170,14 @@ def test_a_whole_table_is_written_in_large_shards(store, is_begun):
     assert version.table().equals(rows.cast(version.table().schema))
 
 
+def test_an_empty_table_is_one_empty_shard(store):
+    with work_on(store) as work:
+        work.write_table(table(0, rows=0))
+        version = work.commit()
+    assert [entry.rows for entry in version.manifest.files] == [0]
+    assert version.table().equals(table(0, rows=0).cast(logprobs.SCHEMA))
+
+
 @pytest.mark.parametrize(
     ("rows", "saved", "whole"),
     [

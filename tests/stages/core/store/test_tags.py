@@ -131,6 +131,21 @@ def test_what_was_decided_stays_decided(store, versions):
     assert len(store.history("a", "prod")) == 2
 
 
+def test_what_another_process_decided_is_flushed_before_it_is_answered(store, versions):
+    """That process may not have flushed its entry yet."""
+    store.tag("a", "prod", versions[0])
+    flushed = []
+
+    def around(name, path, call):
+        if name == "fsync":
+            flushed.append(path)
+        return call()
+
+    with watched(around):
+        store.tag("a", "prod", versions[0])
+    assert flushed == [f"{store.url}/a/tags/prod"]
+
+
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_move_that_a_crash_stopped_did_not_happen_or_is_done(store, versions, moment):
     """The process dies right before or after its entry appears."""
