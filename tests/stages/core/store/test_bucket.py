@@ -20,11 +20,13 @@ from quiver.schemas.errors import (
     OutcomeUnknownError,
     RemoteError,
 )
+from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Store, leases
 from quiver.stages.core.store import bucket as module
 from quiver.stages.core.store.leases import Leases
 from quiver.stages.core.store.places import open_storage
 from quiver.stages.core.store.retention import Rule, collect, remove
+from quiver.stages.core.store.writer import open_staging
 from tests.faults.proxy import DROP_AFTER, DROP_BEFORE, FORWARD, REPEAT, Proxy, answer, at
 from tests.stages.core.store.histories import make_policy, make_table
 from tests.stages.core.store.test_store import Settings, commit, table, work_on
@@ -280,6 +282,36 @@ def test_what_a_sleeper_publishes_after_gc_deleted_its_data_is_marked(bucket, mo
     assert fresh.listing("a", "logprobs").marks["removed"] == {1}
     assert str(commit(fresh).ref) == "a/logprobs@2"
     assert verify(Store(bucket.url)) == (1, [])
+
+
+def test_no_version_has_the_files_of_one_that_was_removed(bucket):
+    """A process planned its work before another one published it, and began after its removal."""
+    late = Plan(Store(bucket.url), "logprobs", 1, Settings(), "a", ("logprobs",))
+    assert late.attempt == 0
+    store = Store(bucket.url)
+    first = commit(store)
+    remove(store, first.ref)
+    with pytest.raises(BusyError, match="took over"), open_staging(late) as staging:
+        for index in staging.last.take_shards(2):
+            staging.last.write(index, table(2 * index))
+        staging.last.finish()
+        staging.publish()
+    second = commit(Store(bucket.url))
+    assert second.manifest.place != first.manifest.place
+    collect(store, Rule(grace_seconds=0), apply=True)
+    assert Store(bucket.url).open(second.ref).table().num_rows == 4
+    assert verify(Store(bucket.url)) == (1, []) and unfinished(store) == []
+
+
+def test_a_file_is_fetched_in_parts_and_its_optimizer_state_is_not(bucket, monkeypatch, tmp_path):
+    policy = make_policy(Store(bucket.url), 3)
+    monkeypatch.setattr(module, "_PART_BYTES", 7)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another host"))
+    there = Store(bucket.url).open(policy.ref)
+    assert not (there.files.folder / "optimizer").exists()
+    assert there.files.path("optimizer/state.safetensors").read_bytes() == b"m3" * 100
+    (there.files.folder / "config.json").unlink()
+    assert (there.files.folder / "config.json").read_bytes() == policy.files.read("config.json")
 
 
 def test_a_killed_process_leaves_work_that_another_host_goes_on_with(bucket, tmp_path, monkeypatch):

@@ -701,7 +701,7 @@ def test_on_a_full_disk_work_that_another_process_shares_stays(store, monkeypatc
     (work,) = retention.unfinished(store, "a", "logprobs")
     presence = Leases(store.storage, f"{work.prefix}.leases").take("worker-1")
 
-    def no_room(*_, **_):
+    def no_room(*_, **options):
         raise OSError(errno.ENOSPC, "there is no room")
 
     monkeypatch.setattr(Leases, "take", no_room)
