@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from quiver.schemas.errors import printable, quoted_name
 from quiver.schemas.outside import read_message
@@ -212,7 +213,10 @@ def about_rewards(
             f"completion has at most {most}: the penalty is never applied"
         )
     for name in sorted(reads.by_name & {*table.column_names}):
-        num_empty = table.column(name).null_count
+        column = table.column(name)
+        num_empty = column.null_count
+        if pa.types.is_string(column.type):  # as a CSV file's empty cell is
+            num_empty += pc.sum(pc.equal(pc.utf8_trim_whitespace(column), "")).as_py() or 0
         if num_empty:
             yield (
                 f"column {quoted_name(name)}, which the reward reads, is empty in {num_empty} of "

@@ -73,8 +73,8 @@ def read_message(given: Any, place: str) -> Message:
         raise ValueError(f"{place} has {shape_of(given)}, expected role and content")
     content = given.get("content")
     members = {key: member for key, member in given.items() if member not in _EMPTY}
-    for key in (_UNUSED - {"refusal"} if content is None else _UNUSED) & members.keys():
-        _say_unused(key)
+    unused = (_UNUSED - {"refusal"} if content is None else _UNUSED) & members.keys()
+    for key in unused:
         del members[key]
     for_assistants = [name for name in (*THINKING, "tool_calls") if name in members]
     thinking = _read_thinking(members, place)
@@ -109,6 +109,8 @@ def read_message(given: Any, place: str) -> Message:
         if not isinstance(calls, list):
             raise ValueError(f"tool_calls of {place} holds {shape_of(calls)}, expected a list")
         message["tool_calls"] = [read_tool_call(call, f"a call of {place}") for call in calls]
+    for key in unused:  # only now: what is no message, such as a row of the source, is refused
+        _say_unused(key)
     return message
 
 

@@ -123,6 +123,8 @@ def test_other_messages_are_refused_with_the_next_step(given, why):
 def test_a_member_that_changes_nothing_is_told_once(caplog):
     outside._say_unused.cache_clear()
     with caplog.at_level(logging.WARNING, "quiver.schemas.outside"):
+        with pytest.raises(ValueError, match="expected role and content"):  # a row of a source
+            read_message({"question": "1 + 1?", "id": 3}, "row 0")
         for _ in range(3):
             read_message({**USER, "weight": 0}, "message 0")
     assert [record.getMessage() for record in caplog.records] == [
