@@ -12,6 +12,8 @@ import os
 import re
 from pathlib import Path
 
+from quiver.schemas.errors import ConfigError, printable, reason
+
 from .disk import Disk
 from .storage import Storage
 
@@ -23,11 +25,18 @@ def is_url(store: str | os.PathLike[str]) -> bool:
 
 
 def locate(store: str | os.PathLike[str]) -> str:
-    """Return the URL of a store, or the absolute path of its folder."""
+    """Return the URL of a store, or the absolute path of its folder. Raises ConfigError."""
     text = os.fspath(store)
     if is_url(text):
         return re.sub("(?<=[^/:])/+$", "", text)
-    return str(Path(text).expanduser().absolute())
+    try:
+        return str(Path(text).expanduser().absolute())
+    except (OSError, RuntimeError) as error:  # RuntimeError: an unknown home
+        raise ConfigError(
+            f"store {printable(text)}",
+            f"cannot be used: {reason(error)}",
+            next="name another folder in --store",
+        ) from None
 
 
 def open_storage(url: str) -> Storage:
