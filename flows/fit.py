@@ -117,8 +117,8 @@ def find_config(policy: PolicyConfig, store: str, run: str) -> PreTrainedConfig:
     model = policy.model
     if is_function(model):
         try:
-            policy = Store(store, create=False).open(f"{run}/policy@0")
-            path = policy.files.path("config.json").parent
+            base = Store(store, create=False).open(f"{run}/policy@0")
+            path = base.files.path("config.json").parent
         except (ConfigError, LineageError):
             raise ConfigError(
                 f"policy.model {printable(model)}",

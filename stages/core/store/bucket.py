@@ -122,7 +122,6 @@ class Bucket:
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", name) from None
         except exceptions.BaseError as error:
-            # a listing that is refused has no type of its own
             if _METADATA_SERVICE in str(error):
                 raise ResourceError(
                     f"store {self.url}",
@@ -130,6 +129,7 @@ class Bucket:
                     "names no role",
                     next="export those of deployments/docs/buckets.md",
                 ) from None
+            # a listing that is refused has no type of its own
             if isinstance(error, _REFUSED) or _STATUS_REFUSED.search(str(error)):
                 raise ResourceError(
                     name,
@@ -304,8 +304,6 @@ class Bucket:
         with self._asking(key):
             try:
                 return _stamp(obstore.put(self._bucket, key, bytes(data), mode=mode))
-            except FileNotFoundError:
-                return None
             except exceptions.PreconditionError:
                 there = self._read_back(key, None)
                 return there[0] if there and there[1] == bytes(data) else None
@@ -326,7 +324,7 @@ class Bucket:
                 with self._asking(key):
                     answer = obstore.put(self._bucket, key, file)
                 break
-            except RemoteError:  # in parts; of some only the answer was lost
+            except RemoteError:  # large files go in parts; the answer to one may be lost
                 if not tries_left:
                     raise
         os.utime(file, (time.time(), _time_of(answer)))  # so it is not fetched again

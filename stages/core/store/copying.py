@@ -2,7 +2,7 @@
 
 Each file is compared with its manifest before and after. A manifest comes after its files, and
 `store.json` last. So a copy that was interrupted is no store yet; the same call goes on with it.
-Unfinished work is left out; so are data that expired or were removed.
+Unfinished work is left out, and data that expired or were removed.
 
     copied = copy(Store("store"), "s3://bucket/rl")
 
@@ -63,7 +63,7 @@ def copy(source: Store, target: str) -> Copied:
         for key in folders_of(source):
             source.storage.list(key)  # a run that is a link would be left out
         _claim(storage, source.storage.read("store.json"))
-        # what a tag names was there before the tag
+        # listed first: a version that is made meanwhile is not copied, nor a tag that names it
         entries = [
             f"{run}/tags/{name}/{entry}"
             for run in source.runs()
@@ -79,7 +79,7 @@ def copy(source: Store, target: str) -> Copied:
                 version = source.version(Ref(run, kind, number))
                 if number not in listing.marks[REMOVED]:
                     copied.bytes += _copy_files(version, storage)
-                with suppress(FileNotFoundError):  # it may be removed because of that
+                with suppress(FileNotFoundError):  # a version without a manifest may be removed
                     manifest = f"{version.ref.folder}/manifest.json"
                     _copy_objects(source.storage, storage, [manifest])
                 copied.versions += 1

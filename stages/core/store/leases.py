@@ -170,8 +170,7 @@ class Leases:
         return f"{self.prefix}/{name}/{number:06d}"
 
     def names(self) -> list[str]:
-        """Return the names of all leases that were ever taken here. What else lies here is
-        nobody's."""
+        """Return the names of all leases that were ever taken here. Other names are ignored."""
         return list(filter(_NAME.fullmatch, self.storage.list(self.prefix)))
 
     def top(self, name: str) -> Link | None:

@@ -269,7 +269,7 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
     if aside is not None:
         raise marks.gone_error(store.storage, target, [REMOVED])
     target = store.with_expired().resolve(target)
-    store.version(target)
+    _data(store, target, REMOVED)  # refuses a link: what it leads to may be another store's
     _require_unused(store, target)
     with storage_errors(target):
         marks.write(store.storage, target, REMOVED, why)
@@ -484,9 +484,8 @@ def _marked(
             for number in sorted(numbers):
                 ref = Ref(run, kind, number)
                 num_bytes = 0
-                with suppress(
-                    CorruptError
-                ):  # it is a link: what it leads to may be another store's
+                # a link leads to what may be another store's
+                with suppress(CorruptError):
                     num_bytes = sum(_data(store, ref, name).values())
                 if num_bytes:
                     mark = None
@@ -589,5 +588,5 @@ def _sweep(store: Store, work: Work) -> bool:
 def _places(store: Store, work: Work) -> dict[str, Ref]:
     """Return the versions with this run key, whatever their marks, by the prefix of their files."""
     listing = store.listing(work.run, work.kind)
-    found = (Ref(work.run, work.kind, number) for number in listing.find(work.run_key))
-    return {Version(ref, store.storage).manifest.prefix: ref for ref in found}
+    refs = (Ref(work.run, work.kind, number) for number in listing.find(work.run_key))
+    return {Version(ref, store.storage).manifest.prefix: ref for ref in refs}

@@ -539,11 +539,12 @@ class Store:
 
     def has_manifest(self, ref: Ref) -> bool:
         """Return True if a version's manifest is there, whatever its marks."""
-        with suppress(CorruptError):
-            try:
-                self.storage.read(f"{ref.folder}/manifest.json")
-            except FileNotFoundError:
-                return False
+        try:
+            self.storage.read(f"{ref.folder}/manifest.json")
+        except FileNotFoundError:
+            return False
+        except CorruptError:
+            pass  # `Version.manifest` says what is wrong
         return True
 
     def _nowhere(self, ref: Ref, why: str) -> LineageError:

@@ -176,10 +176,13 @@ class Writer:
 
     def is_committed(self, listing: Listing | None = None) -> bool:
         """Return True if the version exists by now, or in `listing`, and then set `committed`."""
+        if self.committed is not None:
+            return True
         plan = self._plan
         listing = listing or plan.store.listing(self.run, self.kind)
-        is_new = listing.given != plan.listing.given or plan.attempt or self.kind != plan.kinds[-1]
-        if self.committed is None and is_new:
+        # if no version was added since the plan, which found none, none needs to be read
+        may_exist = plan.attempt or listing.given != plan.listing.given
+        if may_exist or self.kind != plan.kinds[-1]:
             self.committed = plan.store.find(
                 self.run, self.kind, self.run_key, skip=self._skip, listing=listing
             )
