@@ -738,6 +738,7 @@ def test_data_behind_a_link_are_not_deleted(store, tmp_path):
         version.files.folder.symlink_to(tmp_path / where)
     with pytest.raises(CorruptError, match="is a link"):
         remove(store, first.ref)
+    assert store.listing("a", "logprobs").marks["removed"] == set()
     marks.write(store.storage, second.ref, EXPIRED, "gc")
     commit(store, Settings(seed=2))
     collect(store, Rule(grace_seconds=0), apply=True)
