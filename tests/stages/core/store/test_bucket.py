@@ -102,6 +102,12 @@ def test_a_version_has_the_same_life_as_on_a_disk(bucket):
     assert unfinished(store) == [] and len(folders_of_data(store)) == 3
 
 
+def test_a_write_into_a_bucket_that_is_not_there_fails(bucket):
+    storage = open_storage(bucket.url.replace("bucket-", "gone-"))
+    with pytest.raises(FileNotFoundError):
+        storage.put("a/logprobs/.work/note", b"{}")
+
+
 def test_policies_are_uploaded_and_read_as_folders(bucket, tmp_path, monkeypatch):
     store = Store(bucket.url)
     policy = make_policy(store, 3)
