@@ -250,6 +250,7 @@ TARGETS = (
             f"{STORE}/test_leases.py::test_a_commit_that_slept_too_long_makes_no_second_version",
             f"{STORE}/test_retention.py::"
             "test_numbers_stay_given_and_what_expired_is_made_again_under_another",
+            f"{STORE}/test_bucket.py::test_no_version_has_the_files_of_one_that_was_removed",
             f"{FAULTS}/test_two_writers.py",
         ),
     ),
