@@ -29,25 +29,31 @@ def index_of(store):
 
 
 def test_few_files_are_opened_with_many_versions_as_with_few(store, monkeypatch):
-    """To find a version, and to commit one."""
+    """To find a version, and to commit one. The index is not counted: how often it is written
+    depends on whether the folder's clock tells two changes apart."""
     counts = []
-    opened, read = [], []
-    real_open, real_read = builtins.open, disk_module.Disk.read
-    monkeypatch.setattr(builtins, "open", lambda *a, **b: opened.append(a) or real_open(*a, **b))
-    monkeypatch.setattr(
-        disk_module.Disk, "read", lambda *a, **b: read.append(a) or real_read(*a, **b)
-    )
+    opened = []
+
+    def count(function, place):
+        def counted(*arguments, **keywords):
+            if "/.index" not in f"/{arguments[place]}":
+                opened.append(function)
+            return function(*arguments, **keywords)
+
+        return counted
+
+    monkeypatch.setattr(builtins, "open", count(builtins.open, 0))
+    monkeypatch.setattr(disk_module.Disk, "read", count(disk_module.Disk.read, 1))
     for number in (3, 12):
         while len(store.numbers("a", "logprobs")) < number:
             commits(store, len(store.numbers("a", "logprobs")))
         version = store.open("a/logprobs@2")
         opened.clear()
-        read.clear()
         assert store.find("a", "logprobs", version.manifest.run_key).ref == version.ref
         assert store.find("a", "logprobs", "0" * 64) is None
         commits(store, 100 + number)
-        counts.append((len(opened), len(read)))
-    assert counts[0] == counts[1]
+        counts.append(len(opened))
+    assert counts[0] == counts[1] > 0
 
 
 DAMAGES = {
