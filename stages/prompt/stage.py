@@ -99,6 +99,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     shards = [chosen[start : start + size] for start in range(0, len(chosen), size)]
     policy = plan.store.open(plan.models[0].ref)
     template = read_template(config.template, "prompt.template", plan.models[0].template)
+    # an environment opens an episode with messages of its own, which belong to the row's prompt
     with (
         writer.phase("render"),
         open_environments(config) as environments,

@@ -71,6 +71,7 @@ def find_version(plan: Plan) -> Version | None:
     version = plan.already_made or plan.store.find(plan.run, kind, plan.run_key, listing=listing)
     if version is None:
         only = plan.only_number
+        # taken by a version that other work made
         if only in listing.numbers and only not in listing.find(plan.run_key):
             raise ConflictError(
                 f"{plan.name}@{plan.only_number}",
