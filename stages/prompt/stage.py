@@ -87,7 +87,11 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Render the rows that the plan's round takes. Raises ConfigError or SecurityError."""
+    """Render the rows that the plan's round takes. Raises ConfigError or SecurityError.
+
+    With [generate.turns], a prompt includes the first messages of its row's environment, the
+    opening.
+    """
     from .rows import Renderer, render_rows
 
     config, writer = plan.config, writers["prompts"]
@@ -99,7 +103,6 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     shards = [chosen[start : start + size] for start in range(0, len(chosen), size)]
     policy = plan.store.open(plan.models[0].ref)
     template = read_template(config.template, "prompt.template", plan.models[0].template)
-    # an environment opens an episode with messages of its own, which belong to the row's prompt
     with (
         writer.phase("render"),
         open_environments(config) as environments,
