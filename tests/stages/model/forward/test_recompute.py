@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from quiver.stages.model.forward.attention import attend_by_products
-from quiver.stages.model.forward.layout import Block
+from quiver.stages.model.forward.layout import Block, Scoring
 from quiver.stages.model.forward.modules import fuse_modules
 from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.forward.projections import casts, fuse_projections
@@ -159,7 +159,7 @@ def test_attention_keeps_its_weights_once_in_the_dtype_of_the_values():
     query, key, value = (torch.randn(2, *shape, 4) for shape in ((6, 8), (3, 16), (3, 16)))
     value = value.bfloat16()
     tensors = [states.requires_grad_() for states in (query, key, value)]
-    kept = _kept(lambda: attend_by_products(*tensors, _block(), None, 0.5))
+    kept = _kept(lambda: attend_by_products(*tensors, _block(), Scoring(0.5)))
     assert kept == 2 * (2 * 6 * 8 * 16 + query.numel() + key.numel() + value.numel())
 
 
@@ -173,7 +173,7 @@ def test_the_gradients_of_attention_are_those_of_float64(dtype, tolerance):
     mask = torch.zeros(8, 16).masked_fill_(torch.ones(8, 16).triu(9).bool(), float("-inf"))
     direction = torch.randn(2, 6, 8, 4).to(dtype)
     found = torch.autograd.grad(
-        attend_by_products(*tensors, _block(), None, 0.5), tensors, direction
+        attend_by_products(*tensors, _block(), Scoring(0.5)), tensors, direction
     )
     exact = F.scaled_dot_product_attention(*wide, attn_mask=mask.double(), enable_gqa=True)
     for gradient, expected in zip(

@@ -46,7 +46,8 @@ LONGROPE = {
         ("llama", None, "shared", "shared"),
         ("llama", None, "packed", "packed"),
         ("mistral", None, "shared", "shared"),
-        ("gemma2", None, "shared", "single"),
+        ("gemma2", None, "shared", "shared"),
+        ("qwen3_next", None, "shared", "shared"),
         # positions that depend on the length of the row
         ("llama", {"rope_type": "dynamic", "factor": 2.0}, "shared", "single"),
         ("llama", LONGROPE, "shared", "single"),
