@@ -81,11 +81,13 @@ def block_attention(
     for name, option in options.items():
         if option is not None and name not in _WITHOUT_EFFECT:
             raise NotImplementedError(f"block attention knows no {name}")
-    chunk = _chunk(module)
+    # transformers tells chunks to its own masks alone
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    is_chunk = "chunked_attention" in kinds and kinds[module.layer_idx] == "chunked_attention"
     scoring = Scoring(
         queries.shape[-1] ** -0.5 if scaling is None else scaling,
-        chunk or sliding_window,
-        chunk is not None,
+        module.config.attention_chunk_size if is_chunk else sliding_window,
+        is_chunk,
         softcap,
         s_aux,
     )
@@ -94,7 +96,7 @@ def block_attention(
     queries, keys, values = (
         states.squeeze(0).transpose(0, 1) for states in (queries, keys, values)
     )
-    if layout.runs is not None and (chunk is None or chunk >= layout.runs.longest[1]):
+    if layout.runs is not None and not (is_chunk and scoring.window < layout.runs.longest[1]):
         return attend_runs(queries, keys, values, layout.runs, scoring)[None], None
     outputs = [
         attend_block(
@@ -110,14 +112,6 @@ def block_attention(
     ]
     joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return _take(joined, layout.gather)[None], None
-
-
-def _chunk(module: nn.Module | None) -> int | None:
-    """Return the tokens of a layer's chunks, which transformers tells only its masks."""
-    config = getattr(module, "config", None)
-    chunk = getattr(config, "attention_chunk_size", None)
-    is_chunked = chunk and config.layer_types[module.layer_idx] == "chunked_attention"
-    return chunk if is_chunked else None
 
 
 def _temperature_ratios(module: nn.Module, positions: Tensor) -> Tensor:
@@ -141,15 +135,14 @@ def attend_runs(
 
     Queries [L, H, e], keys and values [L, h, e] -> [L, H, e]. The kernel aligns causality with the
     last key, as a completion after its prompt needs. With a window of w, a query sees w keys, its
-    own among them; the kernel's option counts only the keys before its own. Raises
-    NotImplementedError for logit caps and sinks.
+    own among them; the kernel's option counts only the keys before its own. A chunk must hold all
+    keys. Raises NotImplementedError for logit caps and sinks.
     """
     if scoring.softcap is not None or scoring.sinks is not None:
         raise NotImplementedError("it knows no logit caps and no sinks")
     # imported late: it takes 2 s for torch.compile, which nothing else here needs
     from torch.nn.attention.varlen import varlen_attn
 
-    # a chunk that holds all keys is no limit
     window = None if scoring.is_chunk else scoring.window
     keys = keys.to(values.dtype)
     if fits(keys):
