@@ -292,10 +292,10 @@ def table(verdicts: dict[str, tuple[str, str]]) -> str:
     for (mode, reason), types in sorted(
         groups.items(), key=lambda pair: (modes.index(pair[0][0]), -len(pair[1]))
     ):
-        names = textwrap.fill(
-            ", ".join(json.dumps(name) for name in types), 92, break_on_hyphens=False
-        )
-        lines = textwrap.indent(names + ",", "    ")
+        # a line may end between names, not within one
+        names = ", ".join(json.dumps(name).replace(" ", "\0") for name in types)
+        filled = textwrap.fill(names, 92, break_on_hyphens=False).replace("\0", " ")
+        lines = textwrap.indent(filled + ",", "    ")
         blocks.append(
             f"[[group]]\nmode = {json.dumps(mode)}\nreason = {json.dumps(reason)}\n"
             f"types = [\n{lines}\n]"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 
 import pytest
 import torch
@@ -43,6 +44,14 @@ def test_every_trial_gives_the_row_of_the_table():
     for family in architectures.FAMILIES:
         tried |= architectures.try_family(family)
     assert architectures.table(tried) == architectures.families.TABLE.read_text()
+
+
+def test_the_table_breaks_no_name():
+    """However long the names before it are."""
+    for length in range(1, 80):
+        rows = {"a" * length: ("single", "why"), "bc with windows": ("single", "why")}
+        [group] = tomllib.loads(architectures.table(rows))["group"]
+        assert group["types"] == [*rows]
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
