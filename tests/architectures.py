@@ -227,8 +227,8 @@ def compare(plain: Policy, fused: Policy) -> Verdict:
         return Verdict("refused", "it has no gradients")
     times = SENSITIVE.get(plain.model.config.model_type, 1)
     is_stateful = plain.is_causal and plain.model._is_stateful
-    reason = STATEFUL if is_stateful else ""
-    for mode in families.MODES[2:] if is_stateful else families.MODES:
+    reason = ""
+    for mode in families.MODES:
         try:
             logprobs = packed(fused, mode, sequences, numbers, 1 << 30)
             theirs = gradients_of(fused.model, weights, logprobs)
@@ -239,7 +239,7 @@ def compare(plain: Policy, fused: Policy) -> Verdict:
             reason = f"its code does not run so ({type(error).__name__})"
             continue
         if not (logprobs - expected).detach().abs().max() <= times * LOGPROB_TOLERANCE:
-            reason = DIFFERENCES[mode].format("logprobs")
+            reason = STATEFUL if is_stateful else DIFFERENCES[mode].format("logprobs")
         elif not gradient_gap(theirs, gradients) <= times * GRADIENT_TOLERANCE:
             reason = DIFFERENCES[mode].format("gradients")
         else:
@@ -292,10 +292,10 @@ def table(verdicts: dict[str, tuple[str, str]]) -> str:
     for (mode, reason), types in sorted(
         groups.items(), key=lambda pair: (modes.index(pair[0][0]), -len(pair[1]))
     ):
-        names = textwrap.fill(
-            ", ".join(json.dumps(name) for name in types), 92, break_on_hyphens=False
-        )
-        lines = textwrap.indent(names + ",", "    ")
+        # a line may end between names, not within one
+        names = ", ".join(json.dumps(name).replace(" ", "\0") for name in types)
+        filled = textwrap.fill(names, 92, break_on_hyphens=False).replace("\0", " ")
+        lines = textwrap.indent(filled + ",", "    ")
         blocks.append(
             f"[[group]]\nmode = {json.dumps(mode)}\nreason = {json.dumps(reason)}\n"
             f"types = [\n{lines}\n]"

@@ -39,7 +39,7 @@ _NAMES = {
     """,
     8: """
         num_experts num_local_experts n_routed_experts moe_num_experts chunk_size mamba_chunk_size
-        rotary_dim
+        rotary_dim floor_scale
     """,
     6: """
         sliding_window sliding_window_size window_size attention_window_size attention_chunk_size

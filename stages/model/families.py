@@ -1,7 +1,7 @@
 """Families of language models: which train, how their rollouts may be packed, and rules on configs.
 
-`families.toml` lists the model types that were tried. A model of any other type runs one rollout at
-a time.
+`families.toml` lists the model types that were tried. A model goes by its own type and by that of
+its text part; if neither was tried, it runs one rollout at a time.
 
 Not of the spine: a table of names.
 """
@@ -47,8 +47,6 @@ def fastest_mode(config: Any) -> tuple[str, str]:
 
     An encoder-decoder model has no positions that packing could change.
     """
-    if config.model_type not in FAMILIES:
-        return "single", f"models of type {printable(config.model_type)} have not been tested"
     if not config.is_encoder_decoder and depends_on_length(config):
         return "single", "the model's positions depend on the length of the row"
     names = types_of(config)
@@ -56,6 +54,8 @@ def fastest_mode(config: Any) -> tuple[str, str]:
     if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True):
         names |= {f"{name} with windows" for name in names}
     tried = [FAMILIES[name] for name in names & FAMILIES.keys()]
+    if not tried:
+        return "single", f"models of type {printable(config.model_type)} have not been tested"
     # a refused type that arrives here says of itself that it is a decoder
     modes = [("single", reason) if mode == "refused" else (mode, reason) for mode, reason in tried]
     return max(modes, key=lambda row: MODES.index(row[0]))

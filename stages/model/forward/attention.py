@@ -8,11 +8,14 @@ torch's FlashAttention for sequences of any lengths, which needs no padding and 
 attention.
 
 The block attention is registered in transformers' attention interface, so every decoder that uses
-the interface works. It refuses features that it cannot compute (logit caps, sinks, position
-biases); `choose_mode` in verify.py then takes the next simpler mode.
+the interface works. It refuses features that it cannot compute (position biases, chosen keys);
+`choose_mode` in verify.py then takes the next simpler mode. Layers with a state (Mamba, gated delta
+rule, short convolutions) run over the same blocks; each of them reads a shared prompt anew.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +24,7 @@ from torch.nn import functional as F
 from quiver.stages.model.loading import own_attention
 
 from .gpu.choice import Copies, fits
-from .layout import Block, Layout, Runs
+from .layout import Block, Layout, Runs, Scoring
 from .pictures import embed
 
 NAME = "quiver_blocks"
@@ -39,7 +42,7 @@ _ROWS = 128
 
 
 def block_attention(
-    module: nn.Module,
+    module: nn.Module | None,
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -56,7 +59,7 @@ def block_attention(
     """Compute attention over one strip, as transformers' interface calls it.
 
     Args:
-        module: Unused; part of the interface.
+        module: The layer. None: one without chunks or temperatures.
         queries: [1, H, L, e].
         keys: [1, h, L, e].
         values: [1, h, L, e].
@@ -64,8 +67,8 @@ def block_attention(
         layout: The row's spans.
         scaling: Factor of the scores. Default: e ** -0.5.
         sliding_window: Keys that a query sees, including its own. Default: no limit.
-        softcap: Must be None.
-        s_aux: Must be None.
+        softcap: Limit of the scores. Default: none.
+        s_aux: [H] sinks. Default: none.
         position_bias: Must be None.
 
     Returns:
@@ -74,24 +77,34 @@ def block_attention(
     Raises:
         NotImplementedError: An option is given that block attention cannot compute.
     """
-    options |= {"masks": attention_mask, "logit caps": softcap, "sinks": s_aux}
-    options["position biases"] = position_bias
+    options |= {"masks": attention_mask, "position biases": position_bias}
     for name, option in options.items():
         if option is not None and name not in _WITHOUT_EFFECT:
             raise NotImplementedError(f"block attention knows no {name}")
+    # transformers tells chunks to its own masks alone
+    kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+    is_chunk = "chunked_attention" in kinds and kinds[module.layer_idx] == "chunked_attention"
+    scoring = Scoring(
+        queries.shape[-1] ** -0.5 if scaling is None else scaling,
+        module.config.attention_chunk_size if is_chunk else sliding_window,
+        is_chunk,
+        softcap,
+        s_aux,
+    )
+    if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
+        queries = queries * _temperature_ratios(module, layout.positions).to(queries.dtype)
     queries, keys, values = (
         states.squeeze(0).transpose(0, 1) for states in (queries, keys, values)
     )
-    if layout.runs is not None:
-        return attend_runs(queries, keys, values, layout.runs, sliding_window, scaling)[None], None
+    if layout.runs is not None and not (is_chunk and scoring.window < layout.runs.longest[1]):
+        return attend_runs(queries, keys, values, layout.runs, scoring)[None], None
     outputs = [
         attend_block(
             _take(queries, block.queries).transpose(1, 2),
             _take(keys, block.keys).transpose(1, 2),
             _take(values, block.keys).transpose(1, 2),
             block,
-            sliding_window,
-            scaling,
+            scoring,
         )
         .transpose(1, 2)
         .flatten(0, 1)
@@ -101,23 +114,36 @@ def block_attention(
     return _take(joined, layout.gather)[None], None
 
 
+def _temperature_ratios(module: nn.Module, positions: Tensor) -> Tensor:
+    """Return [L, 1]: the temperature of each position over that of the token's place in the strip.
+
+    Layers of Llama 4 take the latter for the former.
+    """
+
+    def temperatures(places: Tensor) -> Tensor:
+        logarithms = torch.log1p(torch.floor((places + 1.0) / module.floor_scale))
+        return logarithms * module.attn_scale + 1.0
+
+    places = torch.arange(positions.shape[1], device=positions.device)
+    return (temperatures(positions[0]) / temperatures(places))[:, None]
+
+
 def attend_runs(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    runs: Runs,
-    window: int | None,
-    scaling: float | None,
+    queries: Tensor, keys: Tensor, values: Tensor, runs: Runs, scoring: Scoring
 ) -> Tensor:
     """Attend over all spans by torch's kernel for sequences of any lengths.
 
     Queries [L, H, e], keys and values [L, h, e] -> [L, H, e]. The kernel aligns causality with the
     last key, as a completion after its prompt needs. With a window of w, a query sees w keys, its
-    own among them; the kernel's option counts only the keys before its own.
+    own among them; the kernel's option counts only the keys before its own. A chunk must hold all
+    keys. Raises NotImplementedError for logit caps and sinks.
     """
+    if scoring.softcap is not None or scoring.sinks is not None:
+        raise NotImplementedError("it knows no logit caps and no sinks")
     # imported late: it takes 2 s for torch.compile, which nothing else here needs
     from torch.nn.attention.varlen import varlen_attn
 
+    window = None if scoring.is_chunk else scoring.window
     keys = keys.to(values.dtype)
     if fits(keys):
         keys, values = Copies.apply(keys, values, runs.keys, *runs.copies)
@@ -130,38 +156,40 @@ def attend_runs(
         runs.query_offsets,
         runs.key_offsets,
         *runs.longest,
-        scale=scaling,
+        scale=scoring.scaling,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=queries.shape[1] != keys.shape[1],
     )
 
 
 def attend_block(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block: Block,
-    window: int | None,
-    scaling: float | None,
+    queries: Tensor, keys: Tensor, values: Tensor, block: Block, scoring: Scoring
 ) -> Tensor:
     """Attend within one block.
 
     Queries [n, H, q, e], keys and values [n, h, k, e] of the block's spans -> [n, H, q, e].
     """
-    num_spans, num_heads, num_queries, width = queries.shape
-    num_keys = keys.shape[2]
+    num_spans, num_heads, num_queries, _ = queries.shape
+    num_keys, width = values.shape[2:]
     queries_per_key = num_heads // keys.shape[1]
-    if window is not None and window >= num_keys:
-        window = None
-    if queries.device.type == "cpu":
+    if scoring.window is not None and scoring.window >= num_keys:
+        scoring = scoring._replace(window=None)
+    if scoring.sinks is not None:
+        # one more key, the first, whose score is the sink, and whose value is zero; kernels want
+        # widths that are multiples of 8
+        queries = F.pad(queries, (0, 8))
+        queries[..., -1] = (scoring.sinks / scoring.scaling)[:, None]
+        keys, values = (F.pad(states, (0, 8, 1, 0)) for states in (keys, values))
+        keys[:, :, 0, -1] = 1
+    is_short = num_keys <= _SHORT
+    if queries.device.type == "cpu" and values.dtype == torch.bfloat16:
         # at this point autocast has cast only the values to bfloat16
-        num_weights = num_heads * num_spans * num_queries * num_keys
-        fits = values.dtype == torch.bfloat16 and num_weights <= _KEPT_ITEMS
-        if num_keys <= _SHORT or fits:
-            return attend_by_products(queries, keys, values, block, window, scaling or width**-0.5)
+        is_short |= num_heads * num_spans * num_queries * num_keys <= _KEPT_ITEMS
+    if scoring.softcap is not None or (queries.device.type == "cpu" and is_short):
+        return attend_by_products(queries, keys, values, block, scoring)[..., :width]
     mask = None
-    if window is not None or not block.causal:
-        mask = block.mask(window, queries.dtype)
+    if scoring.window is not None or scoring.sinks is not None or not block.causal:
+        mask = block.mask(scoring, queries.dtype)
     # of a GPU's fused kernels only flash attention takes fewer key heads than query heads, and it
     # takes neither a mask nor float32
     takes_fewer_heads = mask is None and queries.dtype != torch.float32
@@ -169,47 +197,44 @@ def attend_block(
         keys = keys.repeat_interleave(queries_per_key, 1)
         values = values.repeat_interleave(queries_per_key, 1)
         queries_per_key = 1
-    return F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         queries,
         keys,
         values,
         attn_mask=mask,
         is_causal=mask is None,
-        scale=scaling,
+        scale=scoring.scaling,
         enable_gqa=queries_per_key > 1,
     )
+    return output[..., :width]
 
 
 def attend_by_products(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    block: Block,
-    window: int | None,
-    scaling: float,
+    queries: Tensor, keys: Tensor, values: Tensor, block: Block, scoring: Scoring
 ) -> Tensor:
     """Attend within one block by two matrix products, with softmax in float32.
 
-    Shapes are those of `attend_block`. All queries of a key head are one matrix. For short spans on
-    a CPU, the backward pass in bfloat16 is several times faster than the fused kernel's. If queries
-    and keys are the same tokens, `_ROWS` queries at a time meet the keys up to their own.
+    Shapes are those of `attend_block`; with sinks, the first key is theirs. All queries of a key
+    head are one matrix. For short spans on a CPU, the backward pass in bfloat16 is several times
+    faster than the fused kernel's. If queries and keys are the same tokens, `_ROWS` queries at a
+    time meet the keys up to their own.
     """
-    mask = block.mask(window, queries.dtype)
-    if not block.causal:
-        first_hidden = 0 if window is not None else int(block.prefix_lengths.min())
-        return _Products.apply(queries, keys, values, mask[..., first_hidden:], scaling)
+    mask = block.mask(scoring, queries.dtype)
+    if not block.causal or scoring.sinks is not None:
+        first_hidden = 0 if scoring.window is not None else int(block.prefix_lengths.min())
+        return _Products.apply(queries, keys, values, mask[..., first_hidden:], scoring)
     outputs = []
     for low in range(0, queries.shape[2], _ROWS):
         high = min(low + _ROWS, keys.shape[2])
         rows = slice(low, low + _ROWS)
-        first_hidden = 0 if window is not None else low
+        first_hidden = 0 if scoring.window is not None else low
         outputs.append(
             _Products.apply(
                 queries[:, :, rows],
                 keys[:, :, :high],
                 values[:, :, :high],
                 mask[:, :, rows, first_hidden:high],
-                scaling,
+                scoring,
             )
         )
     return torch.cat(outputs, 2)
@@ -223,21 +248,24 @@ class _Products(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, queries, keys, values, mask, scaling):
+    def forward(ctx, queries, keys, values, mask, scoring):
         ctx.queries_per_key = queries.shape[1] // keys.shape[1]
-        ctx.scaling = scaling
+        ctx.scaling = scoring.scaling
+        ctx.softcap = scoring.softcap
         ctx.query_dtype = queries.dtype
         ctx.key_dtype = keys.dtype
         # each is laid out once in the order that the products read; a product of strided matrices
         # would copy them every time
         scaled = torch.empty(queries.shape, device=queries.device)
-        torch.mul(queries.float(), scaling, out=scaled)
+        torch.mul(queries.float(), scoring.scaling, out=scaled)
         scaled = _fold(scaled, ctx.queries_per_key)
         keys = keys.float().contiguous()
         values = values.contiguous()
         # scores in bfloat16 would add a third to the error of the logprobs
         with torch.autocast(queries.device.type, enabled=False):
             scores = scaled @ keys.transpose(-1, -2)
+            if ctx.softcap is not None:
+                scores.div_(ctx.softcap).tanh_().mul_(ctx.softcap)
             by_head = scores.unflatten(2, (ctx.queries_per_key, -1))
             by_head[..., -mask.shape[-1] :].add_(mask[:, :, None])
             weights = torch.softmax(scores, -1, out=scores).to(values.dtype)
@@ -257,6 +285,9 @@ class _Products(torch.autograd.Function):
             grad_scores = torch._softmax_backward_data(
                 grad_weights, weights, -1, grad_weights.dtype
             )
+            if ctx.softcap is not None:
+                capped = (scaled @ keys.transpose(-1, -2)).div_(ctx.softcap).tanh_()
+                grad_scores *= 1 - capped.square_()
             grad_queries = (grad_scores @ keys).to(ctx.query_dtype).mul_(ctx.scaling)
             grad_keys = (grad_scores.transpose(-1, -2) @ scaled).to(ctx.key_dtype)
         return _unfold(grad_queries, ctx.queries_per_key), grad_keys, grad_values, None, None
@@ -293,11 +324,46 @@ def hidden_states(model: nn.Module, layout: Layout, *, single: bool = False) -> 
         lengths = layout.sequence_lengths or (layout.ids.shape[1],)
         outputs = [trunk(**{name: part}, use_cache=False) for part in row.split(lengths, 1)]
     else:
+        for layer in state_layers(trunk):
+            layer.forward = partial(run_over_spans, layer, layout=layout)
         options = {"attention_mask": None, "position_ids": layout.positions, "layout": layout}
         outputs = [trunk(**{name: row}, use_cache=False, **options)]
     states = [output.last_hidden_state.squeeze(0) for output in outputs]
     joined = torch.cat(states) if len(states) > 1 else states[0]
     return F.embedding(layout.predictors, joined)
+
+
+def state_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of the language model whose state runs on from token to token.
+
+    All of them also mix neighbouring tokens by a convolution.
+    """
+    return [
+        module
+        for module in model.get_decoder().modules()
+        if any(isinstance(part, nn.Conv1d) for part in module.children())
+    ]
+
+
+def run_over_spans(
+    layer: nn.Module, hidden_states: Tensor, *, layout: Layout, **options: object
+) -> Tensor:
+    """Run a layer with a state over each span and the prefix before it: [1, L, d] -> [1, L, d].
+
+    A line of a block is padded at its end, which no token before it reads.
+    """
+    outputs = []
+    places = []  # of each query among the outputs, laid end to end
+    first = 0
+    for block in layout.blocks:
+        states = F.embedding(block.keys, hidden_states[0])
+        outputs.append(type(layer).forward(layer, states, **options).flatten(0, 1))
+        starts = torch.arange(first, first + block.keys.numel(), block.keys.shape[1])
+        starts = starts.to(block.keys.device) + block.prefix_lengths
+        columns = torch.arange(block.queries.shape[1], device=block.keys.device)
+        places.append((starts[:, None] + columns).flatten())
+        first += block.keys.numel()
+    return F.embedding(torch.cat(places)[layout.gather], torch.cat(outputs))[None]
 
 
 def trunk_of(model: nn.Module) -> nn.Module:
@@ -321,6 +387,8 @@ def set_mode(model: nn.Module, mode: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, block_attention)
+    for layer in state_layers(model):
+        vars(layer).pop("forward", None)  # `hidden_states` sets another
     implementation = own_attention(model) if mode == "single" else NAME
     text_config = model.config.get_text_config()
     if mode != "single" and text_config is not model.config:

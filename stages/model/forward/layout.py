@@ -32,10 +32,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from quiver.stages.model.ragged import Ragged
 from quiver.stages.model.turns import Turns, after_prompts
@@ -95,6 +97,21 @@ def prompt_numbers(prompts: Ragged, groups: Sequence[int]) -> list[int]:
     ]
 
 
+class Scoring(NamedTuple):
+    """How a layer weighs the keys of a query."""
+
+    scaling: float
+    """Factor of the scores."""
+    window: int | None = None
+    """Keys that a query sees, including its own. None: no limit."""
+    is_chunk: bool = False
+    """If true, a query sees the keys of its own chunk of `window` tokens instead."""
+    softcap: float | None = None
+    """Limit of the scores, as softcap · tanh(score / softcap)."""
+    sinks: Tensor | None = None
+    """[H] score of each head for a key without a value."""
+
+
 @dataclass(frozen=True)
 class Block:
     """Spans that attend together.
@@ -113,12 +130,15 @@ class Block:
     enough. False: a token still sees no later token, but `mask` must show it the prefix."""
     _masks: dict = field(default_factory=dict, compare=False)
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def mask(self, scoring: Scoring, dtype: torch.dtype) -> Tensor:
         """Return the mask [n, 1, q, k]: 0 if a query may see a key, else −inf.
 
-        Made once per micro-batch. With a window of w, a query sees only the last w of its keys.
+        Made once per micro-batch. With a window of w, a query sees only the last w of its keys, or
+        those in its chunk of w. With sinks, there is one more key, the first, that each query sees.
         """
-        if (window, dtype) not in self._masks:
+        window = scoring.window
+        name = window, scoring.is_chunk, scoring.sinks is None, dtype
+        if name not in self._masks:
             num_keys = self.keys.shape[1]
             key_numbers = torch.arange(num_keys, device=self.keys.device)
             query_numbers = torch.arange(self.queries.shape[1], device=self.keys.device)
@@ -127,10 +147,14 @@ class Block:
             last_seen = last_seen.clamp(max=num_keys - 1)[..., None]
             visible = key_numbers <= last_seen
             if window is not None:
-                visible &= key_numbers > last_seen - window
+                is_chunk = scoring.is_chunk
+                oldest = last_seen // window * window if is_chunk else last_seen - window + 1
+                visible &= key_numbers >= oldest
+            if scoring.sinks is not None:
+                visible = F.pad(visible, (1, 0), value=True)
             zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-            self._masks[window, dtype] = zeros.masked_fill_(~visible, float("-inf"))[:, None]
-        return self._masks[window, dtype]
+            self._masks[name] = zeros.masked_fill_(~visible, float("-inf"))[:, None]
+        return self._masks[name]
 
 
 @dataclass(frozen=True)

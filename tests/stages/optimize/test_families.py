@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 
 import pytest
 import torch
@@ -17,9 +18,21 @@ from tests.shrink import shrink
 from tests.stages.model.forward import test_policy as forward
 
 
-# sinks, a prompt that cannot be shared, a state, later tokens, chunks, a window, an encoder
+# sinks, caps, a prompt that cannot be shared, states with and without a convolution, later tokens,
+# chunks, a window, an encoder
 @pytest.mark.parametrize(
-    "family", ["gpt_oss", "gptj", "mamba", "bert", "llama4_text", "mistral", "mt5"]
+    "family",
+    [
+        "gpt_oss",
+        "gemma2",
+        "gptj",
+        "qwen3_5_text",
+        "rwkv",
+        "bert",
+        "llama4_text",
+        "mistral",
+        "mt5",
+    ],
 )
 def test_a_trial_gives_the_row_of_the_table(family):
     assert architectures.try_family(family) == {family: FAMILIES[family]}
@@ -33,6 +46,14 @@ def test_every_trial_gives_the_row_of_the_table():
     assert architectures.table(tried) == architectures.families.TABLE.read_text()
 
 
+def test_the_table_breaks_no_name():
+    """However long the names before it are."""
+    for length in range(1, 80):
+        rows = {"a" * length: ("single", "why"), "bc with windows": ("single", "why")}
+        [group] = tomllib.loads(architectures.table(rows))["group"]
+        assert group["types"] == [*rows]
+
+
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 
 
@@ -43,7 +64,8 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
         ("gptj", {}, "packed", "share"),
         ("llama", {"rope_parameters": DYNAMIC}, "single", "length of the row"),
         ("internvl", {}, "shared", ""),
-        ("internvl", {"text_config": {"model_type": "gpt_oss"}}, "single", "sinks"),
+        ("gemma3n", {}, "shared", ""),  # the type of its text part was tried
+        ("internvl", {"text_config": {"model_type": "rwkv"}}, "single", "its state"),
         ("qwen2_moe", {}, "shared", ""),
         ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8}, "single", "behind"),
         ("bert", {"is_decoder": True}, "single", "later tokens"),

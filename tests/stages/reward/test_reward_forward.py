@@ -91,8 +91,7 @@ ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     "kind, config, way",
     [
         ("llama", {}, "shared"),
-        ("gemma2", {"attn_logit_softcapping": 2.0}, "padded"),  # the block attention has no caps
-        ("gemma2", {"attn_logit_softcapping": None, "sliding_window": 8}, "shared"),
+        ("gemma2", {"attn_logit_softcapping": 2.0, "sliding_window": 8}, "shared"),
         # no causal attention, no logit of the last token
         ("bert", {"type_vocab_size": 1, "hidden_act": "gelu"}, "padded"),
         ("llama", {"rope_parameters": ROPE}, "single"),

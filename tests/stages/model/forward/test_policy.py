@@ -10,13 +10,17 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
+    GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
 from quiver.stages.model.forward.layout import Sequences
 from quiver.stages.model.forward.policy import Policy, token_budget
+from quiver.stages.model.loading import take_own_attention
 from quiver.stages.model.ragged import Ragged
 
 SMALL = {
@@ -31,9 +35,22 @@ CONFIGS = {
         vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=0.2
     ),
     "gemma2": Gemma2Config(
-        **SMALL, final_logit_softcapping=5.0, attn_logit_softcapping=4.0, sliding_window=64
+        **SMALL, final_logit_softcapping=5.0, attn_logit_softcapping=4.0, sliding_window=6
     ),
-}
+    "gpt_oss": GptOssConfig(
+        **SMALL, num_local_experts=2, num_experts_per_tok=1, sliding_window=6,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "llama4": Llama4TextConfig(
+        **SMALL, intermediate_size_mlp=48, num_local_experts=2, no_rope_layers=[1, 0], floor_scale=4,
+        attention_chunk_size=6,
+    ),
+    "qwen3_next": Qwen3NextConfig(
+        **SMALL, layer_types=["linear_attention", "full_attention"], linear_key_head_dim=8,
+        linear_value_head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4, num_experts=2,
+        num_experts_per_tok=1, moe_intermediate_size=24, shared_expert_intermediate_size=24,
+    ),
+}  # fmt: skip
 
 
 def _model(kind: str, **changed):
@@ -41,7 +58,9 @@ def _model(kind: str, **changed):
     config = copy.deepcopy(CONFIGS[kind])
     for name, value in changed.items():
         setattr(config, name, value)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+    model = AutoModelForCausalLM.from_config(config).eval()
+    take_own_attention(model)
+    return model
 
 
 WAYS = [
@@ -144,7 +163,7 @@ def test_a_micro_batch_is_larger_on_a_gpu():
 
 @pytest.mark.parametrize("short, rows", WAYS)
 @pytest.mark.parametrize("mode", ["shared", "packed", "single"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize("kind", CONFIGS)
 def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(
     monkeypatch, kind, mode, short, rows
 ):

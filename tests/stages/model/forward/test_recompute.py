@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,
@@ -22,8 +21,8 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from quiver.stages.model.forward.attention import attend_by_products
-from quiver.stages.model.forward.layout import Block
+from quiver.stages.model.forward import attention
+from quiver.stages.model.forward.layout import Block, Scoring
 from quiver.stages.model.forward.modules import fuse_modules
 from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.forward.projections import casts, fuse_projections
@@ -159,27 +158,63 @@ def test_attention_keeps_its_weights_once_in_the_dtype_of_the_values():
     query, key, value = (torch.randn(2, *shape, 4) for shape in ((6, 8), (3, 16), (3, 16)))
     value = value.bfloat16()
     tensors = [states.requires_grad_() for states in (query, key, value)]
-    kept = _kept(lambda: attend_by_products(*tensors, _block(), None, 0.5))
+    kept = _kept(lambda: attention.attend_by_products(*tensors, _block(), Scoring(0.5)))
     assert kept == 2 * (2 * 6 * 8 * 16 + query.numel() + key.numel() + value.numel())
 
 
+def _exact_attention(scoring: Scoring, queries, keys, values, sinks) -> torch.Tensor:
+    """What `_block` gives, by its formula."""
+    keys, values = (states.repeat_interleave(2, 1) for states in (keys, values))
+    scores = queries @ keys.transpose(-1, -2) * scoring.scaling
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    key, last = torch.arange(16), torch.arange(8, 16)[:, None]
+    oldest = 0
+    if scoring.window is not None:
+        oldest = (
+            last // scoring.window * scoring.window
+            if scoring.is_chunk
+            else last - scoring.window + 1
+        )
+    scores = scores.masked_fill((key > last) | (key < oldest), float("-inf"))
+    if scoring.sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(2, 6, 8, 1)], -1)
+    return scores.softmax(-1)[..., :16] @ values
+
+
+@pytest.mark.parametrize("short", [0, 256], ids=["kernel", "products"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_the_gradients_of_attention_are_those_of_float64(dtype, tolerance):
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        Scoring(0.5),
+        Scoring(0.5, window=3),
+        Scoring(0.5, window=3, is_chunk=True),
+        Scoring(0.5, softcap=0.7),
+        Scoring(0.5, sinks=torch.tensor(0.0)),
+        Scoring(0.5, window=3, sinks=torch.tensor(0.0)),
+    ],
+    ids=["plain", "window", "chunk", "cap", "sinks", "sinks and window"],
+)
+def test_the_gradients_of_attention_are_those_of_float64(
+    monkeypatch, scoring, dtype, tolerance, short
+):
     """Six query heads over three key heads, a causal mask; the distance relative to the norm."""
+    monkeypatch.setattr(attention, "_SHORT", short)
+    monkeypatch.setattr(attention, "_KEPT_ITEMS", short)
     torch.manual_seed(0)
-    shapes = [(2, 6, 8, 4), (2, 3, 16, 4), (2, 3, 16, 4)]
+    shapes = [(2, 6, 8, 4), (2, 3, 16, 4), (2, 3, 16, 4), (6,)]
     tensors = [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
     wide = [each.detach().double().requires_grad_() for each in tensors]
-    mask = torch.zeros(8, 16).masked_fill_(torch.ones(8, 16).triu(9).bool(), float("-inf"))
     direction = torch.randn(2, 6, 8, 4).to(dtype)
-    found = torch.autograd.grad(
-        attend_by_products(*tensors, _block(), None, 0.5), tensors, direction
-    )
-    exact = F.scaled_dot_product_attention(*wide, attn_mask=mask.double(), enable_gqa=True)
-    for gradient, expected in zip(
-        found, torch.autograd.grad(exact, wide, direction.double()), strict=True
-    ):
-        assert (gradient.double() - expected).norm() <= tolerance * expected.norm()
+    given = scoring if scoring.sinks is None else scoring._replace(sinks=tensors[3])
+    outputs = attention.attend_block(*tensors[:3], _block(), given)
+    exact = _exact_attention(scoring, *wide)
+    options = {"allow_unused": True, "materialize_grads": True}
+    found = torch.autograd.grad(outputs, tensors, direction, **options)
+    wanted = torch.autograd.grad(exact, wide, direction.double(), **options)
+    for ours, theirs in zip([outputs, *found], [exact, *wanted], strict=True):
+        assert (ours.double() - theirs).norm() <= tolerance * theirs.norm()
 
 
 # -- fused projections

@@ -46,7 +46,8 @@ LONGROPE = {
         ("llama", None, "shared", "shared"),
         ("llama", None, "packed", "packed"),
         ("mistral", None, "shared", "shared"),
-        ("gemma2", None, "shared", "single"),
+        ("gemma2", None, "shared", "shared"),
+        ("qwen3_next", None, "shared", "shared"),
         # positions that depend on the length of the row
         ("llama", {"rope_type": "dynamic", "factor": 2.0}, "shared", "single"),
         ("llama", LONGROPE, "shared", "single"),
@@ -150,7 +151,7 @@ def loops(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["shared", "packed"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2", "llama4", "qwen3_next"])
 def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(loops, kind, mode):
     policy = Policy(forward._model(kind), autocast=False)
     policy.varlen = True
@@ -203,6 +204,12 @@ def test_a_kernel_is_taken_where_it_runs_and_is_right(monkeypatch, caplog, kerne
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     assert varlen_is_right(*_calls(dtype)) == (message is None)
     assert (message or "") in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_the_kernel_is_not_taken_for_caps_or_sinks(loops, caplog, kind):
+    assert not varlen_is_right(*_calls(kind=kind))
+    assert "knows no logit caps and no sinks" in caplog.text
 
 
 def test_a_lack_of_memory_is_no_reason_for_another_kernel(monkeypatch):
