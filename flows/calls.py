@@ -28,9 +28,8 @@ from quiver.flows.look.words import counted, unscored_of
 from quiver.schemas.errors import LineageError, QuiverError
 from quiver.schemas.manifest import digest
 from quiver.schemas.refs import parse
-from quiver.stages.core import ranks
 from quiver.stages.core.config import Config
-from quiver.stages.core.ranks import follows_rank_0
+from quiver.stages.core.ranks import follows_rank_0, knows_ranks
 from quiver.stages.core.run.call import Call, Outcome
 from quiver.stages.core.run.runner import find_outcome
 from quiver.stages.core.run.stage import Refs, load_stage
@@ -185,8 +184,9 @@ def perform(
     outcome = find_outcome(call, expired=run.expired)
     if needs_files and outcome is not None and not Store(run.store).exists(parse(outcome.ref)):
         outcome = None
-    while outcome is None and follows_rank_0() and not ranks.knows_ranks(stage):
-        # rank 0 makes it; if it fails, the launcher ends the ranks of its host
+    while outcome is None and follows_rank_0() and not knows_ranks(stage):
+        # A launcher runs the whole command, `quiver optimize`, on every rank, and rank 0 alone
+        # makes what it lacks, such as logprobs. If it fails, the launcher ends its host's ranks.
         time.sleep(_POLL_SECONDS)
         outcome = find_outcome(call)
     if outcome is None:

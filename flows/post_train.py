@@ -195,8 +195,9 @@ class Chain:
 
         With [data] curriculum, they are chosen by the rewards of the last iterations and of the
         earlier rounds of this one. These belong to the prompts' lineage and run key. With
-        `overlap`, they are the same as without: iteration k+1 is sampled while k optimizes, and
-        k's rewards exist by then. `earlier` holds the rounds before it, oldest first.
+        `overlap`, rewards of the same iterations decide: iteration k+1 is sampled while k
+        optimizes, and k's rewards exist by then. `earlier` holds all rounds before this one, oldest
+        first.
         """
         refs: dict[str, Any] = {"policy": policy}
         if curriculum := self.recipe.data.curriculum:

@@ -184,6 +184,7 @@ def choose_kl_reference(
         options: Label, run and iteration of the stage that makes a moving average.
     """
     if rule.rule != "ema" or previous is None:
+        # iterations count from 1; "fixed", and "ema" at first, take the oldest policy
         return policies[rule.source_iteration(len(policies)) - 1]
     refs = {"reference": previous, "policy": policies[-1]}
     return perform("average", AverageConfig(rate=rule.rate), refs, **options).ref

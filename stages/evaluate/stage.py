@@ -5,9 +5,9 @@ An answer that a limit cut off before it was scored counts by the rule `unscored
 scores are left out of every estimate and counted; if all are null, the stage fails. With a
 `baseline`, an evaluation on the same prompts, the difference to it is estimated prompt by prompt.
 
-The role `baseline` names that version, and the metric `baseline` is its score. Nights give one, and
-`quiver compare` pairs prompts in the same way. `quiver run` gives none to this stage: what it calls
-`baseline` is the evaluation of the base policy, and it compares scores before and after unpaired.
+The role `baseline` names that version, and the metric `baseline` is its score. Nights give one;
+`quiver run` gives none, and calls the base policy's evaluation by that name. `quiver compare` pairs
+prompts in the same way.
 
     refs = {"rollouts": "held/rollouts@1", "rewards": "held/rewards@1"}
     ref = run_stage("evaluate", Config(k=(1, 4)), store, **refs)
@@ -142,9 +142,9 @@ def compare(config: Config, table: pa.Table, baseline: Version) -> dict[str, Any
             f"no prompt has a score here and in {baseline.ref}",
             next=f"quiver show {baseline.ref}",
         )
-    thresholds = (threshold_of(config), threshold_of(config))
+    threshold = threshold_of(config)  # the baseline's too: `plan` refuses another config
     return {
-        "difference": estimators.differences(ours, theirs, config.k, thresholds),
+        "difference": estimators.differences(ours, theirs, config.k, (threshold, threshold)),
         "baseline": score_numbers(baseline.manifest.metrics),
         "unpaired": len(ours.keys() | theirs.keys()) - num_paired,
     }

@@ -167,7 +167,7 @@ def _sample(
             texts=Texts.of(policy, setup.stop_ids),
             take_shard=shards.take,
             engine_name=config.engine,
-            ahead=getattr(engine, "ahead", 1),
+            ahead=getattr(engine, "ahead", 1),  # optional; see `Engine`
             vocabulary_size=checkpoints.vocabulary_size(policy),
             max_tokens=config.sampling.max_tokens,
         )

@@ -66,7 +66,11 @@ class Objective:
 
     def weights(self, batch: Batch, members: list[int]) -> Tensor:
         """Return [N] float64: the weight of each token in the step of rollouts `members`; 0 for the
-        tokens of other rollouts."""
+        tokens of other rollouts.
+
+        In the denominators idle rollouts count like others, masked ones as rollouts without tokens.
+        Dropped ones are not in the batch.
+        """
         lengths, places = batch.counted_tokens(members)
         weights = torch.zeros(len(batch.old_logprobs), dtype=torch.float64)
         groups = torch.tensor(batch.groups, dtype=torch.int64)[members]
@@ -78,6 +82,12 @@ class Objective:
         self, columns: TokenColumns, outputs: tuple[Tensor, ...], step_columns: StepColumns
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the weighted loss of a micro-batch. Nothing is read back from the device.
+
+        It is Σ weight · (w · token loss + kl_coef · KL + value_coef · value loss − entropy_coef ·
+        entropy) − Σ nll_weight · logprob over the n tokens. w is 1 without proximal logprobs, else
+        the factor of offpolicy.py: `losses.correction`, or 0 for a rejected token. Outside
+        `entropy_share` it is 0. The last term is a mean of its own, over the tokens of the step's
+        good answers (terms.py).
 
         Args:
             columns: the batch's columns for its n tokens.
@@ -127,8 +137,11 @@ class Objective:
     def numbers(
         self, sums: Tensor, num_tokens: int, warming: bool, step_columns: StepColumns
     ) -> dict[str, float | None]:
-        """Return losses and means of a step over `num_tokens` tokens, from the sums over its
-        micro-batches. `warming`: only the critic learns."""
+        """Return losses and means of a step, from the sums over its micro-batches.
+
+        `clip_fraction`, `approx_kl` and `entropy` are means over `num_tokens`, the tokens that were
+        passed through the model, so without idle rollouts. `warming`: only the critic learns.
+        """
         policy_loss, kl_loss, value_loss, weighted_entropy, *totals = sums.tolist()
         clip_fraction, approx_kl, entropy, *critic_means = (total / num_tokens for total in totals)
         kl_coef = step_columns.kl_coef

@@ -78,6 +78,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
     resolved = resolve(config)
     inputs = with_base(resolved.lora, store, inputs)
+    # the roles now: base (of adapters), policy, rollouts, rollouts.2, …, rewards, rewards.2, …
     policy = inputs["policy"]
     check_schedule(resolved, policy)
     check_credit(resolved, inputs)
@@ -124,6 +125,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """
     from quiver.stages.model.loading import short_of_memory
 
+    # a coefficient that follows a KL target goes on from where the last training left it
     config = plan.config.with_steered_kl(plan.inputs["policy"].manifest.metrics)
     loads_optimizer = config.load_optimizer and has_optimizer_state(
         config.lora, plan.inputs["policy"]
@@ -186,6 +188,7 @@ def _load_trainer(
 
     policy = plan.inputs["policy"]
     critic_kind = config.critic if algorithm.has_critic else None
+    # ranks that shard the weights have another trainer, and a loader onto the CPU; others None
     trainer_class, load_on_cpu = trainer_of(config, accelerator)
     load = load_on_cpu or partial(load_model, dtype=torch.float32, device=accelerator.device)
     load_whole = partial(load, policy, base=base_of(plan.store, policy))

@@ -69,7 +69,10 @@ class Progress(Protocol):
 
 
 class Trainer(SavedState):
-    """Loop, optimizer and counters over one batch: `prepare()`, then `train()`, once each."""
+    """Loop, optimizer and counters over one batch: `prepare()`, then `train()`, once each.
+
+    The base class gives `resume` the weights, moments and counters to save, and restores them.
+    """
 
     make_policy = Policy
 

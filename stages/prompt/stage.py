@@ -87,7 +87,11 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Render the rows that the plan's round takes. Raises ConfigError or SecurityError."""
+    """Render the rows that the plan's round takes. Raises ConfigError or SecurityError.
+
+    With [generate.turns], a prompt includes the first messages of its row's environment, the
+    opening.
+    """
     from .rows import Renderer, render_rows
 
     config, writer = plan.config, writers["prompts"]

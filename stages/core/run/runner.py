@@ -71,6 +71,7 @@ def find_version(plan: Plan) -> Version | None:
     version = plan.already_made or plan.store.find(plan.run, kind, plan.run_key, listing=listing)
     if version is None:
         only = plan.only_number
+        # taken by a version that other work made
         if only in listing.numbers and only not in listing.find(plan.run_key):
             raise ConflictError(
                 f"{plan.name}@{plan.only_number}",
@@ -118,9 +119,8 @@ def find_or_make(call: Call, store: Store | None = None) -> Outcome:
 def _make_without_writers(stage: Any, plan: Plan, force: bool) -> Version:
     """Do a rank's part of the work without writing, then wait for the version.
 
-    With `force`, existing versions may have the same run key. Rank 0's new version is recognised by
-    its number, which is above all that exist before the work. Raises ConfigError if the stage does
-    not know ranks.
+    With `force`, the versions with this run key that were there before the work do not count, as in
+    rank 0's `Writer`. Raises ConfigError if the stage does not know ranks.
     """
     if not getattr(stage, "RANKS", False):
         raise ConfigError(
@@ -129,7 +129,7 @@ def _make_without_writers(stage: Any, plan: Plan, force: bool) -> Version:
             next="start it once, without RANK in the environment",
         )
     kind = plan.kinds[-1]
-    skip = plan.attempt if force else 0
+    skip = len(plan.listing.find(plan.run_key)) if force else 0
     stage.make(plan, {})
     while True:
         version = plan.store.find(plan.run, kind, plan.run_key, skip=skip)

@@ -8,9 +8,10 @@ A stage is a module with
 
 `plan` imports no torch and starts no process. Once a config is resolved, it uses no network, reads
 no data source and runs no user code. A stage knows nothing of leases or Prefect: `runner` finds
-finished versions, holds the lease, and publishes the result. Of its process only optimize knows its
-rank (RANKS), and generate if it may stay resident (`stage_process`). Asking a writer for a shard
-may raise CommittedByOther, if another process has finished the version; `make` must not catch it.
+finished versions, holds the lease, and publishes the result. Two stages ask something about their
+process: optimize, which rank it is (RANKS), and generate, whether it may stay resident
+(`stage_process`). Asking a writer for a shard may raise CommittedByOther, if another process has
+finished the version; `make` must not catch it.
 
 A plan's `inputs` are the versions that the run key counts with their whole content. Its `models`
 are manifest entries of the policies and reward models that compute: the run key counts only their

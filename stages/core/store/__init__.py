@@ -7,7 +7,7 @@ Words of the store:
     torn         cannot be read whole: a manifest, a note
     noted        written down in a note, so that another process knows it: a finished shard
     mark         an object beside a version which says that its data may be deleted, and why
-    expired      has a mark; the manifest stays, and proves that the work is done
+    expired      has the mark `expired`; the manifest stays, and proves that the work is done
     lease        the right of one process to do some work, until another process takes the lease
     stale        not renewed for a minute, said of a lease: another process may take it
 

@@ -194,7 +194,7 @@ class Leases:
         return None if top is None or self._is_free(name, top) else top
 
     def holders(self) -> list[Link]:
-        """Return the holders of all leases here.
+        """Return the holders of all leases here, which tell `retention` that the work is alive.
 
         A process of another host, or of another boot, is left out if nothing here changed for ten
         times a lease's lifetime: a process that has just begun has not watched its renewals.

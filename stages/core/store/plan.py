@@ -64,7 +64,11 @@ class Plan:
 
     @cached_property
     def listing(self) -> Listing:
-        """The versions of the last kind when the call began."""
+        """The versions of the last kind when the call began.
+
+        `numbers` are all of them, whatever their marks, and `find` gives those with a run key.
+        `given` also has numbers of which only a mark is left. No number in it is given again.
+        """
         return self.store.listing(self.run, self.kinds[-1])
 
     @cached_property

@@ -33,8 +33,8 @@ class Storage(Protocol):
     url: str
     """The folder or URL, as `--store` names it."""
     data_folder: str
-    """Folder of a kind in which shards and policies are written before they are published. `.work`:
-    `publish` moves them into the version's own folder. Another name: they stay there."""
+    """Folder of a kind in which shards and policies are written before they are published. `.work`
+    on a disk: `publish` moves them into the version's folder. `.data` in a bucket: they stay."""
     is_foreign: bool
     """True if another user presumably wrote the store, so its files are parsed with care."""
 
@@ -123,6 +123,9 @@ class Storage(Protocol):
         self, work: str, token: str, target: str, manifest: bytes, sizes: dict[str, int]
     ) -> bool:
         """Make the objects below `work`, with this manifest, visible as the version `target`.
+
+        On a disk one rename moves them there. In a bucket they stay, and one request creates the
+        manifest, if it is absent.
 
         Args:
             work: prefix in `data_folder`. A policy's ends in its token: `KEY.0.TOKEN`.

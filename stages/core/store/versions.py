@@ -2,8 +2,8 @@
 
     STORE/store.json                         format, id
     STORE/<run>/<kind>/v000003/              manifest.json + part-00000-3fa9c1d2.arrow …
-    STORE/<run>/<kind>/v000003.expired       a mark: its data may be deleted
-    STORE/<run>/<kind>/v000003.removed       a mark: its data may be deleted, and are made again
+    STORE/<run>/<kind>/v000003.expired       a mark: its data may be deleted; flows count it as done
+    STORE/<run>/<kind>/v000003.removed       a mark: its data may be deleted; it counts as not done
     STORE/<run>/<kind>/v000003.expired.optimizer    a mark for its optimizer state alone
     STORE/<run>/<kind>/.work/                unfinished work (see `writer`)
     STORE/<run>/<kind>/.data/                in a bucket, the files of versions (see `bucket`)
@@ -125,7 +125,7 @@ class VersionFiles:
 
     def sizes(self) -> dict[str, int]:
         """Return the actual size in bytes of each file that is there, listed or not, by name; but
-        for what a collection has begun to delete."""
+        for what a collection has begun to delete, in `….gone` (see `disk`)."""
         files = self._storage.files(self._prefix)
         return {name: size for name, (size, _) in files.items() if ".gone/" not in name}
 
@@ -387,7 +387,7 @@ class Store:
 
     def numbers(self, run: str, kind: str) -> list[int]:
         """Return the version numbers of one kind in one run, oldest first. A version that was made
-        again has the place of the first one."""
+        again stands in this order where the first one stood."""
         return self.listing(run, kind).visible(expired=self.sees_expired)
 
     def listing(self, run: str, kind: str) -> Listing:

@@ -19,8 +19,9 @@ Contents of `STORE/<run>/<kind>/.work/` until the work is done:
 
 In a bucket, `KEY.0` and the policy's `KEY.0.TOKEN` lie in `.data`, and stay there.
 
-KEY is the run key, and 0 the attempt: the number of versions with this run key that existed before.
-So work that is repeated never touches the data of an earlier version.
+KEY is the run key, TOKEN names a process (`Staging.worker`), and 0 is the attempt: the number of
+versions with this run key that existed before, or a higher one (`Plan.attempt_at`). So work that is
+repeated never touches the data of an earlier version.
 
 A shard's name holds its hash, so two processes that write the same shard do not disturb each other.
 Its note is created only if absent: the first one decides which copy counts.
@@ -611,12 +612,12 @@ class Staging:
 
         What happens to an error of the work, the first that is true:
 
-            CommittedByOther                        swallowed; the version exists
-            OutcomeUnknownError                     raised: it is from this process's own commit
-            lease held, no file of `.work` vanished raised
-            the version is committed                swallowed, with a warning
-            work is shared, no lease yet            raised
-            the lease was lost                      BusyError: another process took over
+            CommittedByOther                          swallowed; the version exists
+            OutcomeUnknownError                       raised: it is from this process's own commit
+            lease held, no file of `.work` vanished   raised
+            the version is committed                  swallowed, with a warning
+            work is shared, no lease yet              raised
+            the lease was lost                        BusyError: another process took over
         """
         try:
             yield

@@ -151,7 +151,8 @@ class Runs:
     longest: tuple[int, int]
     """Most queries and most keys of one span."""
     copies: tuple[Tensor, Tensor]
-    """Result of `in_order` for `keys`."""
+    """[K] places in `keys`, those of the strip's first token first, and [L + 1] where each token's
+    begin: the gradients of a token's copies are added up by them."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,7 @@ def make_layout(
     prompt_ends = np.repeat(completion_starts[first_rollouts], counts)
     at_prompts = of_prompts, completion_starts[first_rollouts] - prompt_lengths
     predictors = after.predictors + np.repeat(completion_starts, target_counts)
+    # -1: a first target follows the prompt, which stands once before the piece's completions
     firsts = _starts(target_counts)
     follows_prompt = after.predictors[firsts] < 0
     predictors[firsts[follows_prompt]] = prompt_ends[follows_prompt] - 1

@@ -117,11 +117,13 @@ def test_a_stage_that_knows_no_ranks_is_refused_to_the_second_one(store, tmp_pat
 
 
 @pytest.fixture
-def second_rank(store, monkeypatch):
+def second_rank(monkeypatch):
     """Performs a call as a rank beside the first; `make` and `sleep` are what the stage and the
     first rank do meanwhile."""
 
-    def start(force, make=lambda plan, writers: None, sleep=lambda _: pytest.fail("it waits")):
+    def start(
+        store, force, make=lambda plan, writers: None, sleep=lambda _: pytest.fail("it waits")
+    ):
         about = {"stage": "logprobs", "stage_version": 1, "config": Settings(), "inputs": {}}
         plan = Plan(store=store, run="a", kinds=("logprobs",), **about)
         planned = {"Config": Settings, "plan": lambda *_: plan}
@@ -136,19 +138,26 @@ def second_rank(store, monkeypatch):
 
 def test_a_rank_that_does_not_write_waits_for_the_new_version_when_forced(store, second_rank):
     """Not for the one that was there before."""
-    old = str(commit(store).ref)
-    published = []
+    commit(store)
+    # the first rank publishes while this one waits
+    made = second_rank(store, True, sleep=lambda _: commit(store, force=True))
+    assert made == "a/logprobs@2"
 
-    def publish(_):  # as the first rank does while this one waits
-        published.append(str(commit(store, force=True).ref))
 
-    assert [second_rank(True, sleep=publish)] == published != [old]
+def test_it_finds_the_new_version_too_if_an_older_one_was_deleted_by_hand(bucket, second_rank):
+    """The attempt's number is then higher than the count of the versions."""
+    store = Store(bucket.url)
+    first = commit(store)
+    commit(store, force=True)
+    store.storage.delete(f"{first.ref.folder}/")
+    made = second_rank(store, True, sleep=lambda _: commit(store, force=True))
+    assert made == "a/logprobs@3"
 
 
 def test_it_waits_for_a_version_that_is_made_again(store, second_rank):
     first = commit(store)
     remove(store, first.ref)
-    assert second_rank(False, make=lambda plan, writers: commit(store)) == "a/logprobs@2"
+    assert second_rank(store, False, make=lambda plan, writers: commit(store)) == "a/logprobs@2"
 
 
 def test_what_another_release_of_a_stage_made_is_not_made_alike(store):
