@@ -6,11 +6,15 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoProcessor,
     CLIPImageProcessorPil,
     GenerationConfig,
     Idefics3Config,
@@ -20,7 +24,9 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
+    Qwen2VLImageProcessorPil,
 )
 
 from quiver.stages.core.run.runner import run_stage
@@ -36,6 +42,7 @@ TEMPLATE = (
     "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+BETWEEN_MARKS = TEMPLATE.replace("<image>", "<fake_token_around_image><image><end_of_utterance>")
 MARKS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>"]
 SIZE = 32
 TEXT = {
@@ -60,6 +67,31 @@ EYE = {
 }
 
 
+PATCHES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 8,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+THREE_AXES = {
+    "qwen2_vl": {"depth": 2, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+    "qwen2_5_vl": {"depth": 2, "fullatt_block_indexes": [1], "window_size": 32},
+    "qwen3_5": {"depth": 2, "num_position_embeddings": 64},
+    "qwen3_vl": {"depth": 3, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+}
+"""Families with positions of three axes, and what their part that sees needs beside `PATCHES`."""
+GATED_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+"""What Qwen3.5's text part needs beside `TEXT`."""
+
+
 def words() -> PreTrainedTokenizerFast:
     """The tokenizer of tests, with the marks of pictures as control tokens."""
     with_marks = PreTrainedTokenizerFast(
@@ -76,8 +108,10 @@ def words() -> PreTrainedTokenizerFast:
 
 
 def make_folder(folder: Path, kind: str = "idefics3", seed: int = 0) -> Path:
-    """A tiny model directory: `kind` is idefics3 (4 features a picture, and three ids around them)
-    or llava (16 features)."""
+    """A tiny model directory: `kind` is idefics3 (4 features a picture, and three ids around them),
+    llava (16 features), or one of `THREE_AXES` (a feature for 16 × 16 pixels)."""
+    if kind in THREE_AXES:
+        return make_folder_of_axes(folder, kind, seed)
     tokens = words()
     text = {**TEXT, "vocab_size": len(tokens)}
     token = tokens.convert_tokens_to_ids("<image>")
@@ -115,6 +149,43 @@ def make_folder(folder: Path, kind: str = "idefics3", seed: int = 0) -> Path:
             vision_feature_layer=-1,
         )
         model_class = LlavaForConditionalGeneration
+    save_random(model_class, config, folder, seed)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def make_folder_of_axes(folder: Path, kind: str, seed: int) -> Path:
+    """A tiny model directory of a family of `THREE_AXES`."""
+    tokens = words()
+    tokens.chat_template = BETWEEN_MARKS
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    if kind.startswith("qwen3"):
+        rope["mrope_interleaved"] = True
+    text = {name: size for name, size in TEXT.items() if name != "model_type"}
+    text |= {"head_dim": 32, "vocab_size": len(tokens), "rope_parameters": rope}
+    if kind == "qwen3_5":
+        rope["partial_rotary_factor"] = 1.0
+        text |= {"layer_types": ["linear_attention", "full_attention"], **GATED_DELTA}
+    ids = dict(
+        zip(
+            ("vision_start_token_id", "image_token_id", "vision_end_token_id"),
+            tokens.convert_tokens_to_ids(MARKS[:3]),
+            strict=True,
+        )
+    )
+    eye = PATCHES | THREE_AXES[kind]
+    config = AutoConfig.for_model(
+        kind, text_config=text, vision_config=eye, video_token_id=len(tokens) - 1, **ids
+    )
+    save_random(AutoModelForImageTextToText.from_config, config, folder, seed)
+    tokens.save_pretrained(folder)
+    bounds = {"shortest_edge": 16 * 16, "longest_edge": 64 * 16 * 16}
+    Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, size=bounds).save_pretrained(folder)
+    return folder
+
+
+def save_random(model_class: Any, config: PretrainedConfig, folder: Path, seed: int) -> None:
+    """Save a model with large random weights."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config)
@@ -123,8 +194,6 @@ def make_folder(folder: Path, kind: str = "idefics3", seed: int = 0) -> Path:
                 torch.nn.init.normal_(parameter, std=0.15)
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD, bos_token_id=BOS)
     model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
 
 
 def make_policy(store: Store, folder: Path, run: str = "sees", kind: str = "idefics3") -> Version:
@@ -191,3 +260,23 @@ class Plain(dict):
 def decode(content: bytes) -> Image.Image:
     """The picture in its bytes."""
     return Image.open(io.BytesIO(content)).convert("RGB")
+
+
+def own_inputs(folder: Path, row: dict, contents: Sequence[bytes]) -> dict[str, Any]:
+    """What transformers' own model takes for a row's prompt and completion, and its pictures."""
+    ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+    images = [decode(content) for content in contents]
+    if not images:
+        return {"input_ids": ids}
+    token = words().convert_tokens_to_ids("<image>")
+    if json.loads((folder / "config.json").read_text())["model_type"] in THREE_AXES:
+        eyes = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        inputs = dict(eyes(images=images, return_tensors="pt"))
+        inputs["mm_token_type_ids"] = (ids == token).long()
+        inputs["mm_token_type_ids"][:, len(row["prompt_ids"]) :] = 0
+    else:
+        processor = AutoProcessor.from_pretrained(folder)
+        text = [processor.image_token * len(images)]
+        inputs = dict(processor(text=text, images=[images], return_tensors="pt"))
+        del inputs["attention_mask"]
+    return {**inputs, "input_ids": ids}

@@ -77,52 +77,108 @@ def right_words(completions: Sequence[str], answer: Sequence[str], **_: Any) -> 
     return shares
 
 
-def prepare(folder: Path, seed: int = 0, steps: int = 300, slips: float = 0.4) -> None:
-    """Write the base model into `folder`: an Idefics3 of 0.1M parameters after `steps` of
-    supervised warm-up, 64 pictures each.
+def prepare(
+    folder: Path, seed: int = 0, steps: int = 300, slips: float = 0.4, family: str = "idefics3"
+) -> None:
+    """Write the base model into `folder`: one of 0.1M parameters after `steps` of supervised
+    warm-up, 64 pictures each.
 
     Args:
         slips: Probability that the teacher replaces a word by a random colour or side.
+        family: `idefics3`, or `qwen3_vl`, which gives pictures positions of three axes.
 
     On one machine the same arguments give the same weights.
     """
     import torch
-    from transformers import (
-        GenerationConfig,
-        Idefics3Config,
-        Idefics3ForConditionalGeneration,
-        Idefics3ImageProcessorPil,
-        Idefics3Processor,
-    )
+    from transformers import AutoModelForImageTextToText, GenerationConfig
 
     torch.manual_seed(seed)
     tokenizer = _tokenizer()
+    config, parts, read = FAMILIES[family](tokenizer)
+    model = AutoModelForImageTextToText.from_config(config)
+    _teach(model, tokenizer, read, steps, slips, random.Random(seed))
+    model.generation_config = GenerationConfig(**_IDS)
+    model.save_pretrained(folder)
+    for part in parts:
+        part.save_pretrained(folder)
+
+
+_IDS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
+_SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+_TEXT = {"hidden_size": 64, "max_position_embeddings": 128, "num_key_value_heads": 2}
+_TEXT |= {**_SIZES, **_IDS}
+_FEATURES = (SIZE // 8) ** 2
+"""Features of a picture, one for 8 × 8 pixels."""
+
+
+def _idefics3(tokenizer: Any) -> tuple:
+    """Return the config of an Idefics3, what prepares its inputs, and the function that does so for
+    texts and their pictures."""
+    from transformers import Idefics3Config, Idefics3ImageProcessorPil, Idefics3Processor
+
     sees = Idefics3ImageProcessorPil(
         do_image_splitting=False,
         size={"longest_edge": SIZE},
         max_image_size={"longest_edge": SIZE},
     )
-    processor = Idefics3Processor(sees, tokenizer, image_seq_len=16, chat_template=_TEMPLATE)
-    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
-    text = {"model_type": "llama", "hidden_size": 64, "max_position_embeddings": 128}
-    text |= {"vocab_size": len(tokenizer), "num_key_value_heads": 2}
-    vision = {"hidden_size": 32, "image_size": SIZE, "patch_size": 4}
+    processor = Idefics3Processor(sees, tokenizer, image_seq_len=_FEATURES, chat_template=_TEMPLATE)
+    vision = {"hidden_size": 32, "image_size": SIZE, "patch_size": 4, "intermediate_size": 64}
     config = Idefics3Config(
-        text_config={**text, **sizes, **ids},
-        vision_config={**vision, **sizes, "intermediate_size": 64},
+        text_config={"model_type": "llama", "vocab_size": len(tokenizer), **_TEXT},
+        vision_config={**_SIZES, **vision},
         image_token_id=processor.image_token_id,
         scale_factor=2,
         pad_token_id=0,
     )
-    model = Idefics3ForConditionalGeneration(config)
-    _teach(model, processor, steps, slips, random.Random(seed))
-    model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
+
+    def read(texts: Sequence[str], pictures: Sequence[Any]) -> dict[str, Any]:
+        return processor(text=texts, images=[[each] for each in pictures], return_tensors="pt")
+
+    return config, [processor], read
 
 
-def _teach(model: Any, processor: Any, steps: int, slips: float, rng: random.Random) -> None:
+def _qwen3_vl(tokenizer: Any) -> tuple:
+    """Return the same of a Qwen3-VL, whose whole processor would want torchvision."""
+    from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig
+
+    edges = {"shortest_edge": SIZE**2, "longest_edge": SIZE**2}
+    sees = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, temporal_patch_size=2, size=edges)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+    rope["mrope_interleaved"] = True
+    marks = ("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    vision |= {"out_hidden_size": 64, "patch_size": 4, "temporal_patch_size": 2}
+    config = Qwen3VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "head_dim": 32,
+            "rope_parameters": rope,
+            **_TEXT,
+        },
+        vision_config={
+            **vision,
+            "deepstack_visual_indexes": [0],
+            "num_position_embeddings": (SIZE // 4) ** 2,
+        },
+        **dict(zip(names, tokenizer.convert_tokens_to_ids([*marks]), strict=True)),
+    )
+
+    def read(texts: Sequence[str], pictures: Sequence[Any]) -> dict[str, Any]:
+        whole = [text.replace("<image>", "<image>" * _FEATURES) for text in texts]
+        inputs = {**tokenizer(whole, return_tensors="pt")}
+        types = (inputs["input_ids"] == config.image_token_id).long()
+        return {**inputs, "mm_token_type_ids": types, **sees([*pictures], return_tensors="pt")}
+
+    return config, [sees, tokenizer], read
+
+
+FAMILIES = {"idefics3": _idefics3, "qwen3_vl": _qwen3_vl}
+
+
+def _teach(
+    model: Any, tokenizer: Any, read: Any, steps: int, slips: float, rng: random.Random
+) -> None:
     """Train on next tokens of the teacher's answers with AdamW; the question is no target."""
     import torch
 
@@ -131,9 +187,9 @@ def _teach(model: Any, processor: Any, steps: int, slips: float, rng: random.Ran
     model.train()
     for step in range(1, steps + 1):
         pictures, answers = zip(*(draw(rng) for _ in range(64)), strict=True)
-        texts = [_asked(processor, _with_slips(answer, slips, rng)) for answer in answers]
-        batch = processor(text=texts, images=[[each] for each in pictures], return_tensors="pt")
-        labels = batch.input_ids.clone()
+        texts = [_asked(tokenizer, _with_slips(answer, slips, rng)) for answer in answers]
+        batch = read(texts, pictures)
+        labels = batch["input_ids"].clone()
         labels[:, :-6] = -100  # four words, the end, a line feed; the rest is the question
         labels[:, -1] = -100
         loss = model(**batch, labels=labels).loss
@@ -155,10 +211,10 @@ def _with_slips(answer: str, slips: float, rng: random.Random) -> str:
     return " ".join(words)
 
 
-def _asked(processor: Any, answer: str) -> str:
+def _asked(tokenizer: Any, answer: str) -> str:
     question = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return processor.apply_chat_template(chat, tokenize=False)
+    return tokenizer.apply_chat_template(chat, tokenize=False)
 
 
 def _tokenizer() -> Any:

@@ -32,6 +32,8 @@ row for these, `TYPE with windows`."""
 UNPADDED = {"deepseek_v4", "git", "minimax_m3_vl_text", "trocr"}
 """Families in which padding before a prompt changes the numbers after it, despite the mask. All
 prompts of one batch must then have the same length."""
+THREE_AXES = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
+"""Families that give pictures positions of three axes as forward/axes.py counts them."""
 NOT_SAMPLED = {"hrm_text", "moshi", "rwkv", "xlstm"}
 """Families whose code in transformers gives wrong numbers, or fails, when it reads a row id by id.
 Engine `transformers` refuses them."""
@@ -97,13 +99,21 @@ def require_processor(folder: Path, name: str) -> None:
         load_folders_processor(folder, name)
 
 
-def load_folders_processor(folder: Path, name: str) -> ProcessorMixin:
+def load_folders_processor(folder: Path, name: str) -> ProcessorMixin | GridProcessor:
     """Return the processor of a model directory. Raises ConfigError about model `name`."""
-    from transformers import AutoProcessor
+    from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
     title = f"model {name}"
+    config = parse_object((folder / "config.json").read_bytes()) or {}
     try:
         with load_errors(title):
+            if config.get("model_type") in THREE_AXES:
+                options = {"local_files_only": True, "trust_remote_code": False}
+                return GridProcessor(
+                    AutoImageProcessor.from_pretrained(folder, **options),
+                    AutoTokenizer.from_pretrained(folder, **options),
+                    config["image_token_id"],
+                )
             return AutoProcessor.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
@@ -113,6 +123,27 @@ def load_folders_processor(folder: Path, name: str) -> ProcessorMixin:
             next = "install what it needs, or take a model whose processor works without"
             raise ConfigError(title, f"its processor: {problem}", next=next) from None
         raise
+
+
+class GridProcessor:
+    """The processor of a family of `THREE_AXES`, for pictures only.
+
+    Transformers' own wants torchvision, for videos. A picture's ids are the picture's token, once
+    for each feature.
+    """
+
+    def __init__(self, image_processor: Any, tokenizer: Any, image_token_id: int) -> None:
+        self.tokenizer = tokenizer
+        self.image_token = tokenizer.convert_ids_to_tokens(image_token_id)
+        self._image_processor = image_processor
+        self._image_token_id = image_token_id
+
+    def __call__(self, images: list[list[Any]], **options: Any) -> dict[str, Any]:
+        """Return the pixels and the ids of the pictures of one row."""
+        pixels = self._image_processor(images=images[0], return_tensors=options["return_tensors"])
+        num_patches = pixels["image_grid_thw"].prod(-1).sum()
+        num_features = int(num_patches) // self._image_processor.merge_size**2
+        return {"input_ids": [[self._image_token_id] * num_features], **pixels}
 
 
 def require_trainable(folder: Path, name: str) -> None:

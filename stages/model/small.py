@@ -23,6 +23,7 @@ from quiver.stages.core.store.writer import open_staging
 
 from . import checkpoints, from_function
 from .checkpoints import CARRIED_FILES, PolicyConfig, locate
+from .families import THREE_AXES
 from .folder import convert_gguf, has_vision
 
 if TYPE_CHECKING:
@@ -88,7 +89,12 @@ def make(
         source = _folder_of(model, revision, arguments or {}, Path(work))
         try:
             config = AutoConfig.from_pretrained(source)
-            shrink(config.get_text_config())  # the vision part must match the processor
+            text = config.get_text_config()
+            width = text.hidden_size if config.model_type in THREE_AXES else None
+            shrink(text)  # the vision part must match the processor
+            for name in ("out_hidden_size", "hidden_size"):  # but not in the width of its features
+                if width is not None and getattr(config.vision_config, name, None) == width:
+                    setattr(config.vision_config, name, text.hidden_size)
             if has_vision(config.to_dict()):
                 kind = AutoModelForImageTextToText
             else:
@@ -148,6 +154,12 @@ def shrink(config: PretrainedConfig) -> None:
             setattr(config, name, min(value, _SIZES[name]))
         elif isinstance(value, list) and len(value) in layers and name.startswith("layer"):
             setattr(config, name, value[:LAYERS])
+    rope = fields.get("rope_parameters") or {}
+    if "mrope_section" in rope:
+        half = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        ) // 2
+        config.rope_parameters = {**rope, "mrope_section": [half - half // 3 * 2, *[half // 3] * 2]}
     keep_layers(config, LAYERS)
 
 

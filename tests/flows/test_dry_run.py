@@ -77,7 +77,7 @@ def test_a_small_model_has_family_vocabulary_and_tokenizer(tmp_path, config):
     assert (made / "model.safetensors").stat().st_size < 2_000_000
 
 
-@pytest.mark.parametrize("kind", ["idefics3", "llava"])
+@pytest.mark.parametrize("kind", ["idefics3", "llava", *sight.THREE_AXES])
 def test_a_small_model_that_sees_reads_pictures_as_the_large_one(tmp_path, kind):
     store = Store(tmp_path / "store")
     model = sight.make_folder(tmp_path / "model", kind)
@@ -91,7 +91,7 @@ def test_a_small_model_that_sees_reads_pictures_as_the_large_one(tmp_path, kind)
     assert np.array_equal(large.inputs["pixel_values"], made.inputs["pixel_values"])
     sees = load_model(store.open(refs[1]), dtype=torch.float32)
     pixels = {name: torch.from_numpy(array) for name, array in made.inputs.items()}
-    features = image_features(sees, pixels)
+    features = image_features(sees, pixels)[0]
     assert features.shape[-1] == sees.get_input_embeddings().weight.shape[1]
 
 

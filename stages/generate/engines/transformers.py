@@ -31,9 +31,16 @@ from quiver.stages.generate.stopping import StopStrings
 from quiver.stages.model import checkpoints
 from quiver.stages.model.devices import uses_gpu
 from quiver.stages.model.families import NOT_SAMPLED, UNPADDED, most_tokens_alike, types_of
-from quiver.stages.model.forward.pictures import feature_places, image_features, put_features
+from quiver.stages.model.forward.axes import shifts
+from quiver.stages.model.forward.pictures import (
+    feature_places,
+    grid_of,
+    image_features,
+    put_features,
+    reader_of,
+)
 from quiver.stages.model.forward.precision import products
-from quiver.stages.model.images.processor import image_token_id, load_processor
+from quiver.stages.model.images.processor import features_merged, image_token_id, load_processor
 from quiver.stages.model.loading import (
     decoder_start_id,
     load_model,
@@ -60,7 +67,8 @@ class _Batch:
     input_ids: torch.Tensor  # the ids to read next: first the prompts, later each row's last id
     seen: torch.Tensor | None = None  # [B, V]: in prompt or completion, if penalized
     counts: torch.Tensor | None = None  # [B, V]: count in the completion, if penalized
-    embeddings: torch.Tensor | None = None  # [B, P, d]: of prompts with pictures
+    pictures: dict[str, Any] | None = None  # arguments of the first pass, if prompts show pictures
+    shift: torch.Tensor | None = None  # [B, 1]: of later positions, if they have three axes
     encoded: Any = None
     cache: Any = None
     stops: list[StopStrings] | None = None  # [B]: if there are stop strings
@@ -80,11 +88,11 @@ class _Batch:
         self.requests = [self.requests[row] for row in rows.tolist()]
         if self.stops is not None:
             self.stops = [self.stops[row] for row in rows.tolist()]
-        for name in ("uniforms", "ids", "logprobs", "mask", "seen", "counts"):
+        for name in ("uniforms", "ids", "logprobs", "mask", "seen", "counts", "shift"):
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor[rows])
-        self.cache.batch_select_indices(rows)
+        self.cache.reorder_cache(rows)  # layers with a state have no other way to drop rows
         if self.encoded is not None:
             self.encoded.last_hidden_state = self.encoded.last_hidden_state[rows]
 
@@ -216,41 +224,53 @@ class TransformersEngine:
             before = [[] if has_encoder else request.prompt_ids.tolist() for request in requests]
             batch.stops = [StopStrings(self.tokenizer, sampling, ids) for ids in before]
         if any(request.pictures for request in requests):
-            batch.embeddings = self._embed(requests, input_ids)
+            self._show(batch)
         if has_encoder:
             batch.encoded = self.model.get_encoder()(input_ids=input_ids, attention_mask=mask)
             start_id = decoder_start_id(self.model)
             batch.input_ids = torch.full((len(requests), 1), start_id, device=self.device)
         return batch
 
-    def _embed(self, requests: list[Request], input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [B, P, d] of left-padded prompts, with their pictures' features."""
-        embeddings = self.model.get_input_embeddings()(input_ids)
+    def _show(self, batch: _Batch) -> None:
+        """Put the pictures' features into a batch of left-padded prompts."""
         if self._processor is None:
             self._processor = load_processor(self.setup.policy)
-        width = input_ids.shape[1]
+        length = batch.input_ids.shape[1]
         token = image_token_id(self.setup.policy)
+        merge = features_merged(self.setup.policy)
         places = []
-        features: dict[bytes, torch.Tensor] = {}
+        features: dict[bytes, list[torch.Tensor]] = {}
+        grids: dict[bytes, tuple[int, int]] = {}
         shown = []
-        for row, request in enumerate(requests):
+        shift = []
+        for row, request in enumerate(batch.requests):
             spans = [(picture.start, picture.length) for picture in request.pictures]
             in_prompt = feature_places(request.prompt_ids, spans, token)
-            places.append(in_prompt + (row + 1) * width - len(request.prompt_ids))
+            in_prompt += length - len(request.prompt_ids)
+            places.append(in_prompt + row * length)
             for picture in request.pictures:
                 if picture.content not in features:  # the rows of a group share pictures
                     inputs = self._processor.read(picture.content).inputs.items()
                     tensors = {name: torch.from_numpy(array) for name, array in inputs}
+                    if merge is not None:
+                        grids[picture.content] = grid_of(tensors, merge)
                     on_device = {name: tensor.to(self.device) for name, tensor in tensors.items()}
                     features[picture.content] = image_features(self.model, on_device)
                 shown.append(features[picture.content])
-        flat = put_features(
-            embeddings.flatten(0, 1),
+            if merge is not None:
+                of_row = [grids[picture.content] for picture in request.pictures]
+                shift.append(shifts(length, in_prompt, of_row))
+        batch.pictures = put_features(
+            self.model,
+            batch.input_ids,
             torch.from_numpy(np.concatenate(places)).to(self.device),
-            torch.cat(shown),
+            shown,
             str(self.setup.policy.ref),
         )
-        return flat.view_as(embeddings)
+        if shift:
+            table = torch.from_numpy(np.stack(shift, 1)).to(self.device)  # [3, B, P + 1]
+            batch.shift = table[0, :, -1:]
+            batch.pictures["position_ids"] = _positions(batch.mask) + table[..., :-1]
 
     def _decode(self, batch: _Batch) -> Iterator[Completion]:
         sampling = self.setup.sampling
@@ -296,18 +316,25 @@ class TransformersEngine:
         else:
             if not is_first:
                 batch.mask = torch.cat([batch.mask, torch.ones_like(batch.mask[:, :1])], 1)
-            positions = (batch.mask.cumsum(-1) - 1).clamp(min=0)
+            positions = _positions(batch.mask)[:, -ids.shape[1] :]
             inputs = {
                 "attention_mask": batch.mask,
-                "position_ids": positions[:, -ids.shape[1] :],
-                "logits_to_keep": 1,
+                "position_ids": positions if batch.shift is None else positions + batch.shift,
             }
-            if is_first and batch.embeddings is not None:
-                inputs["inputs_embeds"] = batch.embeddings
+            if is_first and batch.pictures is not None:
+                inputs |= batch.pictures
             else:
                 inputs["input_ids"] = ids
+        inputs |= {"past_key_values": batch.cache, "use_cache": True}
+        reader = reader_of(self.model, inputs)
         try:
-            output = self.model(**inputs, past_key_values=batch.cache, use_cache=True)
+            if reader is self.model:
+                is_decoder = batch.encoded is None
+                output = self.model(**inputs, **({"logits_to_keep": 1} if is_decoder else {}))
+                logits = output.logits[:, -1]
+            else:
+                output = reader(**inputs)
+                logits = self.model.get_output_embeddings()(output.last_hidden_state[:, -1])
         except ValueError:
             layers = transformers.DynamicCache(config=self.model.config).layers
             if not layers or any(isinstance(layer, CacheLayerMixin) for layer in layers):
@@ -318,7 +345,7 @@ class TransformersEngine:
         batch.cache = output.get("past_key_values")
         if batch.cache is None:
             raise self._refusal("transformers keeps no keys and values of its past ids")
-        return output.logits[:, -1]
+        return logits
 
     def _refusal(self, problem: str) -> ConfigError:
         return ConfigError(
@@ -330,3 +357,8 @@ class TransformersEngine:
     def close(self) -> None:
         """Free the model's memory."""
         del self.model
+
+
+def _positions(mask: torch.Tensor) -> torch.Tensor:
+    """Return [B, L] the position of each id in its left-padded row, from the row's mask."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)

@@ -39,7 +39,7 @@ from quiver.stages.generate.options import VllmOptions
 from quiver.stages.model import checkpoints, vllm_env
 from quiver.stages.model.folder import stored_weights
 from quiver.stages.model.images.decoder import open_image
-from quiver.stages.model.images.processor import load_processor
+from quiver.stages.model.images.processor import features_merged, load_processor
 
 LOGPROBS_MODE = "processed_logprobs"
 _CPU_STEP_TOKENS = 4096
@@ -135,6 +135,13 @@ class VllmEngine:
             "engine vllm", setup.device, batch_invariant=self.options.batch_invariant
         )
         self.cpu = build.cpu
+        if self.cpu and setup.most_pictures and features_merged(setup.policy) is not None:
+            raise ConfigError(
+                "engine vllm",
+                f"its build for CPUs gives other logprobs than {setup.policy.ref} if it is shown "
+                "pictures, whose positions have three axes",
+                next='set generate.engine = "transformers"',
+            )
         if setup.resident:
             vllm_env.require_reload("engine vllm")
         self.link = ModelLink((setup.base or setup.policy).files.folder)

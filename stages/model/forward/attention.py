@@ -25,7 +25,7 @@ from quiver.stages.model.loading import own_attention
 
 from .gpu.choice import Copies, fits
 from .layout import Block, Layout, Runs, Scoring
-from .pictures import embed
+from .pictures import embed, reader_of
 
 NAME = "quiver_blocks"
 _SHORT = 256
@@ -317,17 +317,20 @@ def hidden_states(model: nn.Module, layout: Layout, *, single: bool = False) -> 
     By block attention; if `single`, by the model's own attention on a layout of one rollout.
     """
     trunk = trunk_of(model)
-    name, row = "input_ids", layout.ids
+    rows = [{"input_ids": layout.ids}]
     if layout.pictures is not None:
-        name, row = "inputs_embeds", embed(trunk, layout.ids, layout.pictures)
+        rows = [embed(trunk, layout.ids, layout.pictures)]
+        trunk = reader_of(trunk, rows[0])
+    options = {"attention_mask": None, "position_ids": layout.positions, "layout": layout}
     if single:
-        lengths = layout.sequence_lengths or (layout.ids.shape[1],)
-        outputs = [trunk(**{name: part}, use_cache=False) for part in row.split(lengths, 1)]
+        if layout.sequence_lengths:  # such rollouts show no pictures
+            rows = [{"input_ids": part} for part in layout.ids.split(layout.sequence_lengths, 1)]
+        # plain positions are the model's own
+        options = {} if layout.positions.ndim == 2 else {"position_ids": layout.positions}
     else:
         for layer in state_layers(trunk):
             layer.forward = partial(run_over_spans, layer, layout=layout)
-        options = {"attention_mask": None, "position_ids": layout.positions, "layout": layout}
-        outputs = [trunk(**{name: row}, use_cache=False, **options)]
+    outputs = [trunk(**row, use_cache=False, **options) for row in rows]
     states = [output.last_hidden_state.squeeze(0) for output in outputs]
     joined = torch.cat(states) if len(states) > 1 else states[0]
     return F.embedding(layout.predictors, joined)

@@ -187,7 +187,8 @@ class Layout:
     ids: Tensor
     """[1, L] int64"""
     positions: Tensor
-    """[1, L] int64; the completions of a shared prompt all start at its length."""
+    """[1, L] int64; the completions of a shared prompt all start at its length. [3, 1, L] if there
+    are pictures and the model counts by three axes (axes.py)."""
     blocks: tuple[Block, ...]
     gather: Tensor
     """[L] index of each token's output in the blocks' queries, laid end to end."""
@@ -270,9 +271,14 @@ def make_layout(
     if len(after.restarts):
         spans = cut_spans(spans, after.restart_indices(completion_starts))
     blocks, gather = make_blocks(spans, device)
+    positions = _tensor(_positions(spans), device)[None]
+    at_completions = rows, completion_starts
+    pictures = in_strip(sequences.pictures, at_prompts, at_completions, positions.shape[1], device)
+    if pictures is not None and pictures.shifts is not None:
+        positions = positions + pictures.shifts[:, None]
     return Layout(
         ids=_tensor(np.concatenate(segments, dtype=np.int64), device)[None],
-        positions=_tensor(_positions(spans), device)[None],
+        positions=positions,
         blocks=blocks,
         gather=gather,
         rows=torch.from_numpy(rows),
@@ -281,7 +287,7 @@ def make_layout(
         temperature=_tensor(np.repeat(sequences.temperature.numpy()[rows], target_counts), device),
         runs=make_runs(spans, device) if varlen else None,
         sequence_lengths=tuple(spans.lengths.tolist()) if len(after.restarts) else (),
-        pictures=in_strip(sequences.pictures, at_prompts, (rows, completion_starts), device),
+        pictures=pictures,
     )
 
 

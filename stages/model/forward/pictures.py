@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 
 from quiver.schemas.errors import SchemaError
 from quiver.stages.model.ragged import Ragged
+
+from .axes import Grid, shifts
 
 Inputs = dict[str, Tensor]
 """Arguments of a model's `get_image_features`, for one picture or more."""
@@ -121,6 +124,9 @@ class Pictures:
     """Returns the model inputs of the pictures with these numbers."""
     token: int
     """Id at each feature's position."""
+    merge: int | None = None
+    """For a model that counts positions by three axes (axes.py): patches a side that make one
+    feature."""
 
     def take(self, rows: Tensor) -> Pictures:
         """Return rollouts `rows`, in that order."""
@@ -132,15 +138,26 @@ class Pictures:
         """Return `count` rollouts from `start` on."""
         return self.take(torch.arange(start, start + count))
 
-    def of_rollout(self, row: int, device: torch.device, num_read: int) -> Inputs:
+    def of_rollout(
+        self, row: int, device: torch.device, prompt_length: int, num_read: int
+    ) -> Inputs:
         """Return the joint model inputs of all pictures that rollout `row` is shown by its prompt
-        and in the first `num_read` ids after it."""
+        of `prompt_length` ids and in the first `num_read` ids after it."""
         numbers = [
             number
             for shown in (self.in_prompts, self.observed)
             for number in shown.numbers[row][shown.starts[row] < num_read].tolist()
         ]
-        return _moved(self.read(numbers), device) if numbers else {}
+        if not numbers:
+            return {}
+        inputs = self.read(numbers)
+        if self.merge is not None:  # such a model finds its pictures by these types
+            types = torch.zeros(1, prompt_length + num_read, dtype=torch.int64)
+            types[0, self.in_prompts.places[row]] = 1
+            observed = self.observed.places[row]
+            types[0, prompt_length + observed[observed < num_read]] = 1
+            inputs = {**inputs, "mm_token_type_ids": types}
+        return _moved(inputs, device)
 
 
 @dataclass(frozen=True)
@@ -153,10 +170,13 @@ class PicturesInStrip:
     """Indices into `inputs` in the order in which the strip shows them."""
     places: Tensor
     """[m] int64: indices into the strip of their features."""
+    shifts: Tensor | None = None
+    """[3, L] int64: what positions of three axes differ by from plain ones, if the model has them.
+    """
 
 
 def in_strip(
-    pictures: Pictures | None, prompts: At, completions: At, device: torch.device | str
+    pictures: Pictures | None, prompts: At, completions: At, length: int, device: torch.device | str
 ) -> PicturesInStrip | None:
     """Return the pictures in a strip, or None if it has none.
 
@@ -164,6 +184,7 @@ def in_strip(
         pictures: Pictures of all rollouts.
         prompts: Rollouts whose prompts are in the strip, and where each prompt begins.
         completions: Rollouts whose completions are in the strip, and where each begins.
+        length: Tokens of the strip.
         device: The model's device.
     """
     if pictures is None:
@@ -179,11 +200,54 @@ def in_strip(
         for source, rows, starts in sources
         for places, start in zip(source.places.views(rows), starts, strict=True)
     ]
+    inputs = [pictures.read([number]) for number in numbers.tolist()]
+    shift = None
+    if pictures.merge is not None:
+        grids = {
+            number: grid_of(each, pictures.merge)
+            for number, each in zip(numbers.tolist(), inputs, strict=True)
+        }
+        shift = torch.from_numpy(_shifts(pictures, grids, prompts, completions, length)).to(device)
     return PicturesInStrip(
-        tuple(_moved(pictures.read([number]), device) for number in numbers.tolist()),
+        tuple(_moved(each, device) for each in inputs),
         tuple(order.tolist()),
         torch.from_numpy(np.concatenate(places)).to(device),
+        shift,
     )
+
+
+def grid_of(inputs: Inputs, merge: int) -> Grid:
+    """Return the grid of one picture's features, of which each is made from `merge` × `merge`
+    patches."""
+    _, rows, columns = inputs["image_grid_thw"][0].tolist()
+    return rows // merge, columns // merge
+
+
+def _shifts(
+    pictures: Pictures, grids: Mapping[int, Grid], prompts: At, completions: At, length: int
+) -> np.ndarray:
+    """Return the shifts of the positions in a strip of `length` tokens: [3, length] int64. `grids`
+    are those of its pictures, by number; the other arguments are those of `in_strip`."""
+    segments = [
+        *((start, row, pictures.in_prompts) for row, start in zip(*prompts, strict=True)),
+        *((start, row, pictures.observed) for row, start in zip(*completions, strict=True)),
+    ]
+    segments.sort(key=lambda segment: segment[:1])  # a prompt precedes its completions
+    ends = [*(start for start, _, _ in segments[1:]), length]
+    strip = np.zeros((3, length), np.int64)
+    after_prompt = 0
+    for (start, row, source), end in zip(segments, ends, strict=True):
+        is_prompt = source is pictures.in_prompts
+        shift = shifts(
+            end - start,
+            source.places[row].numpy(),
+            [grids[number] for number in source.numbers[row].tolist()],
+            before=0 if is_prompt else after_prompt,
+        )
+        strip[:, start:end] = shift[:, :-1]
+        if is_prompt:
+            after_prompt = int(shift[0, -1])
+    return strip
 
 
 def _moved(inputs: Inputs, device: torch.device | str) -> Inputs:
@@ -227,33 +291,50 @@ def join_pictures(tables: Sequence[tuple[Pictures | None, int]]) -> Pictures | N
         first = max(first for first in firsts if first <= chosen[0])
         return firsts[first].read([number - first for number in chosen])
 
-    token = next(iter(firsts.values())).token
-    return Pictures(Shown.joined(in_prompts), Shown.joined(observed), read, token)
+    first_one = next(iter(firsts.values()))
+    return replace(
+        first_one, in_prompts=Shown.joined(in_prompts), observed=Shown.joined(observed), read=read
+    )
 
 
-def embed(model: nn.Module, ids: Tensor, pictures: PicturesInStrip) -> Tensor:
-    """Return [1, L, d] the embeddings of a strip of `ids` [1, L], with picture features put in.
+def embed(model: nn.Module, ids: Tensor, pictures: PicturesInStrip) -> dict[str, Any]:
+    """Return the arguments of a pass over a strip of `ids` [1, L], with picture features put in.
 
     Each picture is encoded once. Raises SchemaError if features and places differ in number.
     """
     features = [image_features(model, inputs) for inputs in pictures.inputs]
-    shown = torch.cat([features[picture] for picture in pictures.order])
-    embeddings = model.get_input_embeddings()(ids)[0]
-    return put_features(embeddings, pictures.places, shown, f"model {type(model).__name__}")[None]
+    shown = [features[picture] for picture in pictures.order]
+    return put_features(model, ids, pictures.places, shown, f"model {type(model).__name__}")
 
 
-def image_features(model: nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return [m, d] the features of a picture, for all of its positions."""
-    output = model.get_image_features(**inputs).pooler_output
-    parts = output if isinstance(output, list | tuple) else [output]
-    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+def image_features(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the features of a picture for all of its positions, [m, d] each.
 
-
-def put_features(embeddings: Tensor, places: Tensor, features: Tensor, name: str) -> Tensor:
-    """Return `embeddings` [L, d] with `features` [m, d] at `places` [m].
-
-    Raises SchemaError about `name` if their numbers differ.
+    The first ones take the place of embeddings. Others are added to the states after one of the
+    first layers each (DeepStack, arXiv:2406.04334); most models have none.
     """
+    output = model.get_image_features(**inputs)
+    levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    parts = [level if isinstance(level, list | tuple) else [level] for level in levels]
+    return [torch.cat([part.reshape(-1, part.shape[-1]) for part in level]) for level in parts]
+
+
+def put_features(
+    model: nn.Module, ids: Tensor, places: Tensor, shown: Sequence[list[Tensor]], name: str
+) -> dict[str, Any]:
+    """Return the arguments of a pass over `ids` [B, L] with the features of pictures put in.
+
+    Args:
+        model: The model, or its trunk.
+        ids: Ids of the rows.
+        places: [m] indices of the features into the flat ids, in the order of the pictures.
+        shown: Result of `image_features` for each picture.
+        name: Named by errors.
+
+    Raises:
+        SchemaError: About `name`: features and places differ in number.
+    """
+    features, *deeper = (torch.cat(level) for level in zip(*shown, strict=True))
     if len(features) != len(places):
         raise SchemaError(
             name,
@@ -261,7 +342,22 @@ def put_features(embeddings: Tensor, places: Tensor, features: Tensor, name: str
             "for them",
             next="render the prompts again with this policy",
         )
-    return embeddings.index_copy(0, places, features.to(embeddings.dtype))
+    embeddings = model.get_input_embeddings()(ids)
+    flat = embeddings.flatten(0, 1).index_copy(0, places, features.to(embeddings.dtype))
+    arguments: dict[str, Any] = {"inputs_embeds": flat.view_as(embeddings)}
+    if deeper:
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        mask.view(-1)[places] = True
+        order = places.argsort()  # the model adds them in the order of the mask
+        arguments["visual_pos_masks"] = mask
+        arguments["deepstack_visual_embeds"] = [level[order] for level in deeper]
+    return arguments
+
+
+def reader_of(trunk: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
+    """Return the part of `trunk` that takes the `arguments` of `put_features`: its language model
+    if some features are added after layers, since the whole trunk would make these itself."""
+    return trunk.get_decoder() if "deepstack_visual_embeds" in arguments else trunk
 
 
 def vision_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -177,7 +177,9 @@ def own_logprobs(policy: Policy, sequences: Sequences, row: int, count: int) -> 
                 options = {"use_cache": False, "logits_to_keep": places}
                 if start == 0 and sequences.pictures is not None:
                     num_read = read.shape[1] - len(prompt)
-                    options |= sequences.pictures.of_rollout(row, model.device, num_read)
+                    options |= sequences.pictures.of_rollout(
+                        row, model.device, len(prompt), num_read
+                    )
                 table = model(input_ids=read, **options).logits[0]
                 # some models give all logits all the same
                 tables.append(table if len(table) == len(places) else table[places])

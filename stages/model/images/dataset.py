@@ -23,7 +23,7 @@ from quiver.stages.model import checkpoints
 from quiver.stages.model.forward.pictures import Inputs, Pictures, Shown, feature_places
 
 from .decoder import open_image
-from .processor import image_token_id, load_processor
+from .processor import features_merged, image_token_id, load_processor
 
 
 def open_prompts(store: Store, rollouts: Version) -> pa.Table | None:
@@ -92,7 +92,7 @@ def load_pictures(
     after_prompts = Shown.nothing(len(rows))
     if observed is not None:
         after_prompts = Shown.of_observations(rows, token, num_in_prompts)
-    return Pictures(in_prompts, after_prompts, read, token)
+    return Pictures(in_prompts, after_prompts, read, token, features_merged(policy))
 
 
 def _of_prompts(

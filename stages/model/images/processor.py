@@ -19,7 +19,7 @@ import numpy as np
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.store import Version
 from quiver.stages.model import checkpoints
-from quiver.stages.model.families import load_folders_processor
+from quiver.stages.model.families import THREE_AXES, load_folders_processor
 from quiver.stages.model.folder import load_errors
 from quiver.stages.model.images.decoder import open_image
 
@@ -122,7 +122,7 @@ def load_processor(version: Version) -> Processor:
     """Load the processor of a policy, from its folder alone, with hashes checked.
 
     Raises ConfigError if it has none, if it needs a package that is not installed, or if the model
-    uses M-RoPE positions.
+    gives pictures positions of a kind that is not known here.
     """
     name = str(version.ref)
     if not checkpoints.sees_images(version):
@@ -131,15 +131,7 @@ def load_processor(version: Version) -> Processor:
             "sees no pictures: it has no preprocessor_config.json or processor_config.json",
             next="take a vision-language model, or leave data.images out",
         )
-    config = checkpoints.model_config(version)
-    text_config = {**config, **(config.get("text_config") or {})}
-    for field in ("rope_parameters", "rope_scaling"):
-        if "mrope_section" in (text_config.get(field) or {}):
-            raise ConfigError(
-                name,
-                "reads pictures by positions of three axes (M-RoPE), which cannot be trained here",
-                next="take a vision-language model with plain positions, as Idefics3 or LLaVA",
-            )
+    features_merged(version)
     checkpoints.verify_carried(version)
     return Processor(load_folders_processor(version.files.folder, name), name)
 
@@ -155,3 +147,23 @@ def image_token_id(version: Version) -> int:
             next="import the model again, as another run",
         )
     return id
+
+
+def features_merged(version: Version) -> int | None:
+    """Return how many patches a side make one feature, if pictures have positions of three axes.
+
+    Returns None if the model counts ids. Raises ConfigError if it counts otherwise.
+    """
+    config = checkpoints.model_config(version)
+    text_config = {**config, **(config.get("text_config") or {})}
+    ropes = [text_config.get(field) or {} for field in ("rope_parameters", "rope_scaling")]
+    if not any("mrope_section" in rope for rope in ropes):
+        return None
+    if config["model_type"] not in THREE_AXES:
+        raise ConfigError(
+            str(version.ref),
+            f"a model of type {config['model_type']} gives pictures positions of three axes "
+            "(M-RoPE), which are known here for " + ", ".join(sorted(THREE_AXES)),
+            next="take a model of one of these types, or one with plain positions",
+        )
+    return config["vision_config"].get("spatial_merge_size", 2)

@@ -96,11 +96,19 @@ def paid(store: Store, rollouts: str) -> dict[str, str]:
     return {"rollouts": rollouts, "rewards": str(rewards), "policy": sight.REFS["policy"]}
 
 
-@pytest.fixture(scope="module", params=["idefics3", "llava"])
+@pytest.fixture(scope="module", params=["idefics3", "llava", "qwen3_vl"])
 def saved(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     store, config, refs = episodes_of(folder, request.param)
     return store, str(run_here("generate", config, store, **refs))
+
+
+def features_of(store: Store, images: list[dict]) -> int:
+    """How many features those pictures have."""
+    sizes = [sight.decode(image["bytes"]).size for image in images]
+    if "qwen" in store.url:  # one for 16 × 16 pixels
+        return sum(round(width / 16) * round(height / 16) for width, height in sizes)
+    return len(sizes) * (16 if "llava" in store.url else 4)
 
 
 def test_what_was_shown_is_saved_where_its_ids_stand(saved):
@@ -122,16 +130,12 @@ def test_what_was_shown_is_saved_where_its_ids_stand(saved):
             num_shown += 1
         heights = [sight.decode(image["bytes"]).height for image in row["images"] or []]
         assert heights == sorted(heights), "each picture of an episode is higher than the last"
-        marked = sum(turn.count(IMAGE) for turn in ids)
         each = prompts[row["group_id"]]
-        of_one = 16 if "llava" in store.url else 4
-        assert marked == of_one * len(row["images"] or [])
-        assert each["prompt_ids"].count(IMAGE) == of_one * len(each["images"])
-        for turn in row["turns"][:-1]:
-            assert (
-                turn["observation"].count("[picture ")
-                == turn["observation_ids"].count(IMAGE) / of_one
-            )
+        assert each["prompt_ids"].count(IMAGE) == features_of(store, each["images"])
+        for number, turn in enumerate(row["turns"][:-1]):
+            shown = [image for image in row["images"] or [] if image["turn"] == number]
+            assert turn["observation_ids"].count(IMAGE) == features_of(store, shown)
+            assert turn["observation"].count("[picture ") == len(shown)
     assert num_shown > 6
 
 
