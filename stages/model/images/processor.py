@@ -131,6 +131,12 @@ def load_processor(version: Version) -> Processor:
             "sees no pictures: it has no preprocessor_config.json or processor_config.json",
             next="take a vision-language model, or leave data.images out",
         )
+    if checkpoints.is_encoder_decoder(version):
+        raise ConfigError(
+            name,
+            "is an encoder-decoder model, which is given text alone here",
+            next="take a decoder-only vision-language model, or leave data.images out",
+        )
     features_merged(version)
     checkpoints.verify_carried(version)
     return Processor(load_folders_processor(version.files.folder, name), name)

@@ -355,6 +355,19 @@ def test_positions_of_three_axes_are_refused_before_anything_is_sampled(store, t
         render(store, tmp_path, rows, policy=str(policy))
 
 
+def test_an_encoder_decoder_that_sees_is_refused(store, tmp_path):
+    """T5Gemma 2: its encoder would be given the ids without the pictures."""
+    folder = sight.make_folder(tmp_path / "model")
+    run_stage("policy", {"model": str(folder)}, store, into="pairs", in_process=True)
+    policy = store.open("pairs/policy@0")
+    config = json.loads(policy.files.read("config.json"))
+    (policy.files.folder / "config.json").write_text(
+        json.dumps({**config, "is_encoder_decoder": True})
+    )
+    with pytest.raises(ConfigError, match="given text alone"):
+        load_processor(policy)
+
+
 def test_a_processor_that_can_not_be_loaded_here_is_refused_at_import(store, tmp_path):
     """That of Qwen2-VL wants torchvision, for its videos."""
     if importlib.util.find_spec("torchvision"):
