@@ -112,9 +112,7 @@ def read_classifier(folder: Path, name: str, trunk: PreTrainedModel) -> dict[str
     from transformers import AutoModelForSequenceClassification
 
     title = f"optimize.critic_from {printable(name)}"
-    model = load_pretrained(
-        AutoModelForSequenceClassification, folder, title, dtype=torch.float32
-    )
+    model = load_pretrained(AutoModelForSequenceClassification, folder, title, dtype=torch.float32)
     head = getattr(model, "score", None)
     problem = difference(model.config.to_dict(), trunk.config.to_dict())
     if not isinstance(head, torch.nn.Linear):

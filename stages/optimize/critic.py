@@ -9,8 +9,8 @@ the cut state counts only if `bootstrap_length` is set.
 The head maps each hidden state to one number. It starts at 0, so the first values are 0 for every
 model. On the policy's trunk (`critic = "trunk"`), head and moments are saved in `value_head/` below
 the policy's folder. A critic with its own trunk (`"model"`), initially a copy of the starting
-policy's or a classifier (`critic_from`), is saved whole in `critic/`. It is never at the top: engines load every *.safetensors
-there, and a critic must not change the policy itself.
+policy's or a classifier (`critic_from`), is saved whole in `critic/`. It is never at the top:
+engines load every *.safetensors there, and a critic must not change the policy itself.
 
     save(critic, optimizer, folder, "model", moments=True)
     resume(critic, optimizer, version, "model", moments=True)
