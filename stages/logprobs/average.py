@@ -1,4 +1,5 @@
-"""average: a reference that follows the policy, as an exponential moving average of weights.
+"""average: a reference that follows the policy, as a mixture of both weights; taken again and again,
+an exponential moving average.
 
     reference ← (1 − rate) · reference + rate · policy
 

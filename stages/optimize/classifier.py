@@ -115,11 +115,10 @@ def read_classifier(folder: Path, name: str, trunk: PreTrainedModel) -> dict[str
     model = load_pretrained(AutoModelForSequenceClassification, folder, title, dtype=torch.float32)
     head = getattr(model, "score", None)
     problem = difference(model.config.to_dict(), trunk.config.to_dict())
-    if not isinstance(head, torch.nn.Linear):
-        problem = f"{type(model).__name__} has no head that is one linear map"
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        problem = f"{type(model).__name__} has no head that is one linear map without bias"
     if problem:
         raise ConfigError(title, problem, next=ADVICE)
     weights = {f"trunk.{key}": weight for key, weight in model.base_model.named_parameters()}
-    weights["head.weight"] = head.weight[0]
-    weights["head.bias"] = torch.zeros(1) if head.bias is None else head.bias
+    weights |= {"head.weight": head.weight[0], "head.bias": torch.zeros(1)}
     return {key: weight.detach() for key, weight in weights.items()}

@@ -463,11 +463,6 @@ class Config(base.Config):
             raise ValueError(
                 "critic_warmup_steps > 0 with value_coef = 0: nothing would learn; drop one"
             )
-        if self.critic_from and self.critic != "model":
-            raise ValueError(
-                "critic_from is a trunk with its head, and critic = 'trunk' reads the policy's: "
-                "set critic = 'model'"
-            )
         if self.bootstrap_length and self.on_length == "mask":
             raise ValueError(
                 "bootstrap_length is for completions cut by length, and on_length = 'mask' leaves "
@@ -482,6 +477,11 @@ class Config(base.Config):
                     f"takes {', '.join(accepted)}"
                 )
             self._check_algorithm(algorithm)
+        if self.critic_from and self.critic != "model":
+            raise ValueError(
+                "critic_from is a trunk with its head, and critic = 'trunk' reads the policy's: "
+                "set critic = 'model'"
+            )
         return self
 
     def _check_algorithm(self, algorithm: algorithms.Algorithm) -> None:
