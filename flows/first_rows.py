@@ -238,9 +238,11 @@ def first_rows(
     with tempfile.TemporaryDirectory(prefix="quiver-check-") as work:
         store = Store(work)
         policy = small.import_without_weights(recipe.policy, store, recipe.run, folder)
-        # Only raises. The recipe's store may not exist yet.
-        open_there = lambda ref: Store(recipe.store, create=False).open(ref)  # noqa: E731
-        find_classifier(recipe.optimize_config(), open_there, policy)
+
+        def open_there(ref: str) -> Version:
+            return Store(recipe.store, create=False).open(ref)  # It may not exist yet.
+
+        find_classifier(recipe.optimize_config(), open_there, policy)  # Only raises.
         prompts = {}
         for section, source in sources.items():
             prompts[section] = _made("prompt", source.first, store, policy=policy)
