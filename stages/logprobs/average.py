@@ -1,5 +1,5 @@
-"""average: a reference that follows the policy, as a mixture of both weights; taken again and again,
-an exponential moving average.
+"""average: a reference that follows the policy, as a mixture of the weights of both; again and
+again, an exponential moving average.
 
     reference ← (1 − rate) · reference + rate · policy
 

@@ -3,6 +3,7 @@ which classifier counts in the run key; what is refused."""
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from quiver.stages.model.loading import load_model
 from quiver.stages.optimize import critic as critics
 from quiver.stages.optimize import stage
 from quiver.stages.optimize.classifier import find_classifier, read_classifier
+from quiver.stages.optimize.trainer import Trainer
 from tests.stages.optimize import world
 from tests.tiny import make_folder, make_policy, tokenizer
 
@@ -126,6 +128,25 @@ def test_a_training_starts_from_it_and_the_next_from_the_saved_critic(
     assert not world.are_equal(
         *(world.weights(done, "critic/state.safetensors") for done in (second, third))
     )
+
+
+def test_a_killed_training_goes_on_bit_for_bit(store, policy, made, classifier, monkeypatch):
+    train = partial(world.trained, store, policy, made)
+    chosen = config(classifier, epochs=3, resume_steps=2)
+    whole = train(chosen, into="whole")
+    step = Trainer._train_minibatch
+
+    def dies(self, *arguments):
+        if len(self.updates) == 2:
+            raise KeyboardInterrupt
+        return step(self, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "_train_minibatch", dies)
+        train(chosen, into="killed")
+    resumed = train(chosen, into="killed")
+    for name in ("critic/state.safetensors", "model.safetensors"):
+        assert world.are_equal(world.weights(whole, name), world.weights(resumed, name))
 
 
 def test_its_bytes_decide_which_version_is_made(store, policy, made, classifier, tmp_path):
