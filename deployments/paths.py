@@ -155,6 +155,7 @@ PATHS: dict[str, Callable[[str], tuple[Path | None, str]]] = {
     "reward.models.*.model": _model,
     "reward.models.*.template": _path,
     "optimize.algorithm": _code,
+    "optimize.critic_from": _model,
     "placement.python.*": _interpreter,
 }
 """Reader of every key of a recipe that may name a path."""

@@ -49,7 +49,8 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
         "evaluate": {"generate": {**engine, "sampling": _short(held_out_sampling, ends)}},
         "reward": {"functions": [*sections["reward"].get("functions", ()), LOT]},
         # Nearly all answers of the small model are cut off.
-        "optimize": {"on_length": "keep", "processes": None},
+        "optimize": {"on_length": "keep", "processes": None, "critic_from": None},
+        "reference": {"policy": None},
     }
     if recipe.data.held_out is not None:
         changes["data"]["held_out"] = {"limit": _few(recipe.data.held_out.get("limit"))}

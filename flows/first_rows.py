@@ -33,6 +33,7 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import open_staging
 from quiver.stages.generate.texts import Texts
 from quiver.stages.model import checkpoints, small
+from quiver.stages.optimize.classifier import find_classifier
 from quiver.stages.prompt import stage as prompt_stage
 from quiver.stages.prompt.config import Config as PromptConfig
 from quiver.stages.prompt.order import choose
@@ -237,6 +238,11 @@ def first_rows(
     with tempfile.TemporaryDirectory(prefix="quiver-check-") as work:
         store = Store(work)
         policy = small.import_without_weights(recipe.policy, store, recipe.run, folder)
+
+        def open_there(ref: str) -> Version:
+            return Store(recipe.store, create=False).open(ref)  # It may not exist yet.
+
+        find_classifier(recipe.optimize_config(), open_there, policy)  # Only raises.
         prompts = {}
         for section, source in sources.items():
             prompts[section] = _made("prompt", source.first, store, policy=policy)

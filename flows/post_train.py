@@ -41,7 +41,9 @@ from prefect import flow
 from quiver.stages import CHAIN
 from quiver.stages.core.config import Config
 from quiver.stages.core.run.call import Outcome
+from quiver.stages.core.store import Store
 from quiver.stages.logprobs.config import Config as LogprobsConfig
+from quiver.stages.optimize.classifier import find_classifier
 from quiver.stages.reward.stage import with_fingerprints
 
 from .calls import check_stages, perform
@@ -130,8 +132,8 @@ class Chain:
 
         Args:
             policy: The policy that iteration `first` improves.
-            base: The KL term's reference policy if `reference.rule` is "fixed". Replay, and a
-                reference policy that moves, begin with iteration `first`.
+            base: The KL term's reference policy if `reference.rule` is "fixed" and names none.
+                Replay, and a reference policy that moves, begin with iteration `first`.
             first: Number of the first iteration.
             first_round: Number of its first round. Default: the iteration's number.
             prompts: The first iteration's prompts, if they were made already.
@@ -140,16 +142,17 @@ class Chain:
         recipe = self.recipe
         iterations: list[Iteration] = []
         earlier: list[Round] = []
-        rounds = self.sample(policy, first, earlier, prompts, first_round)
         kl_reference = None
+        if recipe.optimize.kl_coef > 0:
+            kl_reference = recipe.kl_reference() or (policy if recipe.reference.share else base)
+        rounds = self.sample(policy, first, earlier, prompts, first_round)
         for number in range(first, recipe.iterations + 1):
             starts = [policy, *(iteration.policy for iteration in iterations)]
             is_last = number == recipe.iterations
-            candidates = [base] if recipe.reference.rule == "fixed" else starts
-            if recipe.optimize.kl_coef > 0:
+            if kl_reference:
                 kl_reference = choose_kl_reference(
                     recipe.reference,
-                    candidates,
+                    starts,
                     kl_reference,
                     label=f"reference {number}/{recipe.iterations}",
                     into=f"{recipe.run}.ref",
@@ -177,7 +180,7 @@ class Chain:
         """Import the base model as policy@0.
 
         Raises ConfigError before the import if code or a reward model is missing, or if this
-        machine cannot train.
+        machine cannot train; after it, if the critic cannot start from `optimize.critic_from`.
         """
 
         recipe = self.recipe
@@ -186,7 +189,10 @@ class Chain:
             check_stages({"optimize": recipe.optimize_config()})
             with_fingerprints(recipe.reward)  # only raises, if a scorer has another fingerprint
 
-        return perform("policy", recipe.policy, {}, label="import policy", before=check).ref
+        base = perform("policy", recipe.policy, {}, label="import policy", before=check).ref
+        store = Store(recipe.store).with_expired()
+        find_classifier(recipe.optimize_config(), store.open, store.open(base))  # only raises
+        return base
 
     def make_prompts(
         self, policy: str, iteration: int, round: int, earlier: Sequence[Round] = ()

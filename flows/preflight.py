@@ -60,6 +60,8 @@ def preflight(recipe: Recipe) -> Recipe:
     check_pools(recipe.placement, recipe.store)
     check_demands(recipe)
     _store_at(recipe.store)
+    if recipe.optimize.kl_coef > 0:
+        recipe.kl_reference()
     read_template(recipe.prompt.template, "prompt.template")
     if is_function(recipe.policy.model):
         plugins.definition(recipe.policy.model, "policy.model")

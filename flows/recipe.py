@@ -23,8 +23,10 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 from quiver import flows
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.refs import check_name
+from quiver.schemas.refs import parse as parse_ref
 from quiver.stages.core.config import Config, parse
 from quiver.stages.core.files import read_file
+from quiver.stages.core.store import Store
 from quiver.stages.evaluate.config import Config as EvaluateConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.model import checkpoints
@@ -129,10 +131,10 @@ class Recipe(Config):
                 "train on"
             )
         lora = self.optimize.lora
-        if lora and lora.save == "adapter" and self.reference.rule == "ema":
+        if lora and lora.save == "adapter" and 0 < self.reference.share < 1:
             raise ValueError(
-                "reference.rule 'ema' averages whole weights, and optimize.lora.save = 'adapter' "
-                "saves none: set it to 'merged'"
+                f"reference.rule {self.reference.rule!r} averages whole weights, and "
+                "optimize.lora.save = 'adapter' saves none: set it to 'merged'"
             )
         changed = [
             name
@@ -263,6 +265,26 @@ class Recipe(Config):
         pictures."""
         of_turns = scoring.OF_TURNS if self.generate.turns else ()
         return (*of_turns, pictures.OFFERED) if self.data.images else of_turns
+
+    def kl_reference(self) -> str | None:
+        """Return the policy that [reference] names, with its number; None if it names none.
+
+        It may have expired, and the run's own policy@0 may not exist yet. Raises ConfigError,
+        LineageError.
+        """
+        name = self.reference.policy
+        if name is None:
+            return None
+        ref = parse_ref(name, self.run)
+        if ref.kind != "policy" or (ref.run, ref.version) == (self.run, "latest"):
+            raise ConfigError(
+                f"reference.policy {ref}",
+                "expected a policy, and not the run's latest, which each iteration changes",
+                next=f"name a policy by its number or a tag: quiver ls {ref.run}",
+            )
+        if (ref.run, ref.version) != (self.run, 0):
+            ref = Store(self.store, create=False).with_expired().resolve(ref)
+        return str(ref)
 
     def for_night(self, name: str) -> Recipe:
         """Return the recipe with `{night}` in [data] replaced by the night's name.

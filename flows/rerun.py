@@ -25,7 +25,6 @@ from quiver.stages.core.run.runner import find_outcome
 from quiver.stages.core.run.stage import load_stage
 from quiver.stages.core.store import Store
 from quiver.stages.model import checkpoints
-from quiver.stages.model.checkpoints import PolicyConfig
 from quiver.stages.reward.stage import Config as RewardConfig
 
 from .calls import perform
@@ -33,7 +32,7 @@ from .evaluation import measure
 from .placement import check_pools
 from .recipe import Recipe
 from .rounds import proximal_config
-from .sections import Logprobs, Optimize
+from .sections import Optimize
 
 ROLES = {
     "prompt": ("policy", "rewards"),
@@ -89,7 +88,7 @@ def rerun(
         refs[role] = (
             find_rewards(recipe.reward, store, recipe.run, refs["rollouts"])
             if role == "rewards"
-            else find_refs(recipe.run, recipe.policy, store, stage, role, refs)
+            else find_refs(recipe, store, stage, role, refs)
         )
     log.info("%-22s %s", f"{stage} of", ", ".join(ref for role in refs.values() for ref in role))
     if stage == "evaluate":
@@ -105,9 +104,9 @@ def rerun(
             raise ConfigError(
                 "reference.rule",
                 "cannot tell which policy is the reference of saved rollouts",
-                next='set reference.rule = "fixed", which is the first policy of the line',
+                next='set reference.rule = "fixed", and name the policy in reference.policy',
             )
-        refs |= make_logprobs(section, recipe.logprobs, store, refs, iteration)
+        refs |= make_logprobs(recipe, section, store, refs, iteration)
     elif stage == "override":
         del refs["rollouts"]
         config = overrides
@@ -185,19 +184,18 @@ def find_rewards(
     return rewards
 
 
-def find_refs(
-    run: str, base: PolicyConfig, store: Store, stage: str, role: str, refs: RefLists
-) -> list[str]:
+def find_refs(recipe: Recipe, store: Store, stage: str, role: str, refs: RefLists) -> list[str]:
     """Find the references of a role that was not given: the versions that belong to `refs`, else
     the run's latest.
 
     - rollouts: the ones that the rewards scored.
     - policy to optimize: the newest policy that sampled the rollouts.
-    - policy of the logprobs: the first policy of its line. A base policy that does not exist yet is
-      imported from `base`.
+    - policy of the logprobs: the one that [reference] names, else the first policy of its line. A
+      base policy that does not exist yet is imported.
 
     Raises LineageError if a role cannot be found.
     """
+    run = recipe.run
     scored = refs.get("rewards") or refs.get("retry")
     if role == "rollouts" and scored:
         return [store.open(ref).manifest.require_input("rollouts").ref for ref in scored]
@@ -205,26 +203,30 @@ def find_refs(
         samplers = [sampling_policy(store, ref) for ref in refs["rollouts"]]
         # Version numbers keep rising along the line, also into other runs.
         newest = max(samplers, key=lambda ref: parse(ref).version)
-        return [newest if stage == "optimize" else first_of_line(store, newest)]
+        if stage == "optimize":
+            return [newest]
+        return [recipe.kl_reference() or first_of_line(store, newest)]
     latest = f"{run}/{role}@latest"
     if store.numbers(run, role):
         return [str(store.resolve(latest))]
     if role == "policy":
-        return [perform("policy", checkpoints.resolve(base), {}).ref]
+        return [perform("policy", checkpoints.resolve(recipe.policy), {}).ref]
     raise LineageError(latest, f"run {run} has no {role} yet", next=_MAKERS[role])
 
 
 def make_logprobs(
-    optimize: Optimize, logprobs: Logprobs, store: Store, refs: RefLists, iteration: int
+    recipe: Recipe, optimize: Optimize, store: Store, refs: RefLists, iteration: int
 ) -> RefLists:
-    """Return the logprobs that [optimize] needs beside rollouts and rewards; missing ones are made
+    """Return the logprobs that `optimize` needs beside rollouts and rewards; missing ones are made
     now.
 
-    The KL term's reference policy is the first policy of the line.
+    The KL term's reference policy is the one that [reference] names, else the first of the line.
     """
+    logprobs = recipe.logprobs
     policies: RefLists = {}
     if optimize.kl_coef > 0:
-        policies["ref"] = [first_of_line(store, refs["policy"][0])] * len(refs["rollouts"])
+        reference = recipe.kl_reference() or first_of_line(store, refs["policy"][0])
+        policies["ref"] = [reference] * len(refs["rollouts"])
     manifests = [store.open(rollouts).manifest for rollouts in refs["rollouts"]]
     samplings = [manifest.config_section("sampling") for manifest in manifests]
     prox_config = proximal_config(optimize, logprobs, samplings)

@@ -13,8 +13,8 @@ Rounds are counted over the whole run, and their number decides rows and seeds: 
 rounds 1 to 3, iteration 2 begins with round 4. So no row is asked twice before all were asked, and
 a restarted run takes the same rounds, by the manifests alone.
 
-Some losses need further logprobs of saved rollouts. The KL term compares with a reference policy: a
-policy of the run, or a moving average of its policies. The ratio's denominator, the proximal
+Some losses need further logprobs of saved rollouts. The KL term compares with a reference policy:
+any policy of the store, or one that follows the run's. The ratio's denominator, the proximal
 logprobs, is computed with the trainer's numerics, if the recipe asks for it or the training needs
 it. With `prox_of = "behaviour"`, they are made right after sampling, under the policy that sampled.
 With `"start"`, they are made for all rollouts of an iteration, replayed ones too, under the policy
@@ -172,22 +172,23 @@ def fill_up(
 
 
 def choose_kl_reference(
-    rule: Reference, policies: Sequence[str], previous: str | None, **options: Any
+    rule: Reference, policies: Sequence[str], previous: str, **options: Any
 ) -> str:
     """Return the reference policy of an iteration's KL term.
 
     Args:
         rule: The recipe's [reference].
-        policies: The policies to choose from, oldest first: the starting policy of every iteration
-            so far, or only the base for a fixed rule.
-        previous: The previous iteration's reference policy, which a moving average continues.
-        options: Label, run and iteration of the stage that makes a moving average.
+        policies: The starting policy of every iteration so far, oldest first.
+        previous: The previous iteration's reference policy; in the first iteration, the first one.
+        options: Label, run and iteration of the stage that mixes the weights.
     """
-    if rule.rule != "ema" or previous is None:
-        # iterations count from 1; "fixed", and "ema" at first, take the oldest policy
-        return policies[rule.source_iteration(len(policies)) - 1]
+    num_done = len(policies) - 1
+    if not (rule.share and num_done) or num_done % rule.iterations:
+        return previous
+    if rule.share == 1:
+        return policies[-1]
     refs = {"reference": previous, "policy": policies[-1]}
-    return perform("average", AverageConfig(rate=rule.rate), refs, **options).ref
+    return perform("average", AverageConfig(rate=rule.share), refs, **options).ref
 
 
 def proximal_config(

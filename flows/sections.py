@@ -147,19 +147,25 @@ class Reference(Config):
     """The policy that the KL term compares with. It is used only if `optimize.kl_coef` is above
     0."""
 
+    policy: str | None = None
+    """The first reference: any policy of the store with the same tokens, `run/policy@version`, by
+    number or tag; without `run/`, of this run. Default: policy@0, or for a rule that moves it the
+    policy that the training starts from."""
     rule: Literal["fixed", "every", "ema"] = "fixed"
-    """`fixed`: policy@0. `every`: the policy at the start of the current span of `iterations`
-    iterations. `ema`: a moving average of weights that takes `rate` of each new policy."""
+    """`fixed`: the first reference stays. `every` and `ema`: after each `iterations` iterations the
+    weights become rate · policy + (1 − rate) · reference. They differ in the default of `rate`."""
     iterations: int = Field(1, ge=1)
-    """Length of a span for `every`, in iterations."""
-    rate: float = Field(0.1, gt=0, lt=1)
-    """Share of the new policy for `ema`."""
+    """Iterations between two changes of the reference."""
+    rate: float | None = Field(None, gt=0, le=1)
+    """Share of the policy in the new reference. Default: 1 for `every`, which takes the policy
+    itself; 0.1 for `ema`, a moving average."""
 
-    def source_iteration(self, iteration: int) -> int:
-        """Return the iteration whose starting policy is the reference in `iteration`."""
-        if self.rule != "every":
-            return 1
-        return 1 + (iteration - 1) // self.iterations * self.iterations
+    @property
+    def share(self) -> float:
+        """Share of the policy in each new reference; 0 if the reference stays."""
+        if self.rule == "fixed":
+            return 0.0
+        return self.rate or {"every": 1.0, "ema": 0.1}[self.rule]
 
 
 class Logprobs(PassConfig):

@@ -51,6 +51,7 @@ KEYS = {
     "ppo_mini_batch_size": "optimize.minibatches",
     "r": "optimize.lora.rank",
     "ref_model_mixup_alpha": "reference.rate",
+    "ref_model_sync_steps": "reference.iterations",
     "reward_funcs": "reward.functions",
     "reward_weights": "reward.functions.weight",
     "rollout_is": "optimize.correction",
@@ -74,7 +75,11 @@ KEYS = {
 
 Same as the table in deployments/docs/coming-from.md, without names that are recipe keys themselves.
 """
-IN_SECTIONS = {"model.path": "policy.model", "rollout.name": "generate.engine"}
+IN_SECTIONS = {
+    "critic.model.path": "optimize.critic_from",
+    "model.path": "policy.model",
+    "rollout.name": "generate.engine",
+}
 """The same for names that mean something else without verl's section."""
 
 COLUMNS = {

@@ -1,4 +1,5 @@
-"""average: a reference that follows the policy, as an exponential moving average of weights.
+"""average: a reference that follows the policy, as a mixture of the weights of both; again and
+again, an exponential moving average.
 
     reference ← (1 − rate) · reference + rate · policy
 

@@ -55,6 +55,7 @@ ADVANTAGE_FIELDS = {"epsilon": "advantage_epsilon", "k": "pass_k"}
 """Config field of each option of an advantage."""
 CRITIC_OPTIONS = (
     "critic",
+    "critic_from",
     "value_coef",
     "value_clip",
     "gamma",
@@ -273,6 +274,11 @@ class Config(base.Config):
     trunk too. `model`: the head has its own trunk, initially a copy of the policy's, which only the
     critic's loss moves. It needs the policy's memory once more, moments included. This field and
     those up to `critic_warmup_steps` are for algorithms with a critic (ppo); others refuse them."""
+    critic_from: str | None = Field(default=None, min_length=1)
+    """Start of a critic with its own trunk: a sequence classifier with one label, such as a reward
+    model, on the policy's architecture. A model directory, or one imported into the store,
+    `run/policy@version`. A policy that has a critic continues with that one. Default: a copy of the
+    policy, and a head of zeros."""
     value_coef: float = Field(default=0.1, ge=0)
     """Weight of the critic's loss. With `critic = "model"` it competes with no other term. 0: the
     critic gives values and learns nothing."""
@@ -471,6 +477,11 @@ class Config(base.Config):
                     f"takes {', '.join(accepted)}"
                 )
             self._check_algorithm(algorithm)
+        if self.critic_from and self.critic != "model":
+            raise ValueError(
+                "critic_from is a trunk with its head, and critic = 'trunk' reads the policy's: "
+                "set critic = 'model'"
+            )
         return self
 
     def _check_algorithm(self, algorithm: algorithms.Algorithm) -> None:
@@ -546,9 +557,11 @@ class Config(base.Config):
 
     def key(self) -> dict[str, Any]:
         """Return the values that decide the outcome, the source of a user's own algorithm
-        included."""
+        included. The bytes of `critic_from` count as a model of the plan."""
+        fields = super().key()
+        del fields["critic_from"]
         return {
-            **super().key(),
+            **fields,
             "algorithm": base.without_folder(self.algorithm),
             "algorithm_source": self.algorithm_source or self._source_hash(),
         }

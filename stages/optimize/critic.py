@@ -9,8 +9,8 @@ the cut state counts only if `bootstrap_length` is set.
 The head maps each hidden state to one number. It starts at 0, so the first values are 0 for every
 model. On the policy's trunk (`critic = "trunk"`), head and moments are saved in `value_head/` below
 the policy's folder. A critic with its own trunk (`"model"`), initially a copy of the starting
-policy's, is saved whole in `critic/`. It is never at the top: engines load every *.safetensors
-there, and a critic must not change the policy itself.
+policy's or a classifier (`critic_from`), is saved whole in `critic/`. It is never at the top:
+engines load every *.safetensors there, and a critic must not change the policy itself.
 
     save(critic, optimizer, folder, "model", moments=True)
     resume(critic, optimizer, version, "model", moments=True)
@@ -42,11 +42,10 @@ from . import advantages
 from . import optimizer as adamw
 from .algorithms import Algorithm, find_function
 from .batch import Batch
+from .classifier import ADVICE, FOLDERS, saved_kind
 from .config import Config
 from .contract import TOKEN_OPTIONS
 from .losses import log_ratio
-
-FOLDERS = {"trunk": "value_head", "model": "critic"}
 
 
 def with_next_state(sequences: Sequences, cut: Tensor) -> tuple[Sequences, Tensor]:
@@ -215,15 +214,17 @@ def resume(
     kind: str,
     *,
     moments: bool,
+    start: dict[str, Tensor] | None = None,
 ) -> None:
-    """Continue with the critic that `policy` was saved with, if any.
+    """Continue with the critic that `policy` was saved with; without one, from the weights `start`
+    of a classifier, if given.
 
     A head from the policy's trunk continues on the copy of that trunk, with new moments: the values
     are the same at first. The other direction raises ConfigError, because the head was trained on
     other hidden states, and so does a critic of another model.
     """
-    saved = next((k for k in FOLDERS if f"{FOLDERS[k]}/state.json" in policy.files.names), None)
-    if saved is None:
+    saved = saved_kind(policy)
+    if saved is None and start is None:
         return
     if kind == "trunk" and saved == "model":
         raise ConfigError(
@@ -232,8 +233,8 @@ def resume(
             "policy's trunk",
             next='set optimize.critic = "model"',
         )
-    tensors = adamw.read_tensors(policy, FOLDERS[saved])
-    module = critic if saved == kind else critic["head"]
+    tensors = adamw.read_tensors(policy, FOLDERS[saved]) if saved else start
+    module = critic if saved in (kind, None) else critic["head"]
     parameters = dict(module.named_parameters())
     for name, parameter in parameters.items():
         shape = list(tensors[name].shape) if name in tensors else "nothing"
@@ -241,7 +242,7 @@ def resume(
             raise ConfigError(
                 "critic",
                 f"{name} was saved as {shape}, the model has {list(parameter.shape)}",
-                next="start from the policy that it was trained with",
+                next="start from the policy that it was trained with" if saved else ADVICE,
             )
     with torch.no_grad():
         for name, parameter in parameters.items():

@@ -35,6 +35,7 @@ from quiver.stages.model import checkpoints
 
 from . import algorithms
 from .checks import check_credit, check_peft, check_schedule, check_trackers
+from .classifier import find_classifier
 from .config import Audit, Config, Correction
 from .inputs import has_optimizer_state, open_inputs, require_optimizer_state, with_base
 
@@ -89,6 +90,9 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
             next="compute their logprobs under the reference first (stage logprobs), or set "
             "kl_coef = 0",
         )
+    models = [checkpoints.model_entry("policy", policy)]
+    if classifier := find_classifier(resolved, store.open, policy):
+        models.append(classifier[1])
     return Plan(
         store=store,
         stage="optimize",
@@ -97,7 +101,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         run=into or policy.ref.run,
         kinds=("advantages", "updates", "policy"),
         inputs=inputs,
-        models=(checkpoints.model_entry("policy", policy),),
+        models=tuple(models),
         first_number=policy.ref.version + 1,
     )
 
@@ -183,6 +187,7 @@ def _load_trainer(
 
     from . import critic
     from .accelerator import trainer_of
+    from .classifier import read_classifier
     from .lora import load_with_adapters
     from .optimizer import load_optimizer_state, read_tensors
 
@@ -211,7 +216,22 @@ def _load_trainer(
         state = read_tensors(policy, OPTIMIZER_FOLDER)
         load_optimizer_state(trainer.optimizer, model, state)
     if critic_kind:
+        start = None
+        if classifier := find_classifier(config, plan.store.open, policy, remembered=False):
+            folder, entry = classifier
+            if entry not in plan.models:
+                raise ConfigError(
+                    f"optimize.critic_from {entry.ref}",
+                    "has changed since this training was planned",
+                    next="run again",
+                )
+            start = read_classifier(folder, entry.ref, trainer.critic["trunk"])
         critic.resume(
-            trainer.critic, trainer.optimizer, policy, critic_kind, moments=config.load_optimizer
+            trainer.critic,
+            trainer.optimizer,
+            policy,
+            critic_kind,
+            moments=config.load_optimizer,
+            start=start,
         )
     return trainer

@@ -70,6 +70,10 @@ def test_a_deployed_run_finds_what_the_shell_made(folder):
         ("prompt.template='model/chat_template.jinja'", ("prompt", "template")),
         ("placement.python.generate='bin/python'", ("placement", "python", "generate")),
         ("optimize.algorithm='rewards.py:MINE'", ("optimize", "algorithm")),
+        (
+            "optimize={algorithm='ppo', critic='model', critic_from='model'}",
+            ("optimize", "critic_from"),
+        ),
         ("reward.models=[{model='model'}]", ("reward", "models", 0, "model")),
         (
             "reward.functions=[{use='similarity', arguments={model='model'}}]",

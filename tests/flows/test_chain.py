@@ -5,18 +5,25 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 from quiver.flows.evaluation import measure
+from quiver.flows.look.lineage import parents_of
 from quiver.flows.post_train import Chain
-from quiver.flows.preflight import finished
+from quiver.flows.preflight import finished, preflight
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
+from quiver.flows.sections import Reference
+from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import parse
 from quiver.stages.core.store import Store, Version, marks
 from quiver.stages.core.store.listing import EXPIRED
+from quiver.stages.model.loading import load_model
 from tests.flows.conftest import write_recipe
 from tests.flows.stages_here import Stages
+from tests.stages.optimize.test_critic_from import make_classifier
+from tests.tiny import make_policy, plain_logprobs
 
 TIGHT = """
 from quiver.stages.optimize.algorithms import Algorithm
@@ -141,6 +148,148 @@ def test_references_and_proximal_logprobs(store):
     with pytest.raises(ConfigError) as caught:
         by_hand("optimize", *settings, *every, rollouts=done[1]["rollouts"])
     assert caught.value.object == "reference.rule"
+
+
+def scored_by(store, ref: str) -> str:
+    return store.open(ref).manifest.model("ref").ref
+
+
+def under(model, rollouts: Version) -> list[list[float]]:
+    """Logprobs of saved completions, one plain pass each."""
+    columns = ("prompt_ids", "completion_ids", "temperature")
+    rows = rollouts.table().to_pylist()
+    return [plain_logprobs(model, *(row[name] for name in columns)).tolist() for row in rows]
+
+
+def test_the_reference_is_any_policy_of_the_store(store):
+    """Of another run, by number or tag; the bytes count, not the name."""
+    teacher, other = (make_policy(store, "teacher", seed=1), make_policy(store, "other", seed=2))
+    settings = ("run=taught", "optimize.kl_coef=0.05", "optimize.learning_rate=1e-2")
+    named = (*settings, "reference.policy=teacher/policy@0")
+    done = iterations(*named)
+    model = load_model(teacher, dtype=torch.float32)
+    for each in done:
+        assert scored_by(store, each["ref_logprobs"]) == "teacher/policy@0"
+        expected = under(model, store.open(each["rollouts"]))
+        for row, right in zip(
+            store.open(each["ref_logprobs"]).table()["logprobs"].to_pylist(), expected, strict=True
+        ):
+            assert row == pytest.approx(right, abs=1e-4)
+    assert "teacher/policy@0" in parents_of(store.open(done[-1]["ref_logprobs"]).manifest)
+    assert verify(store)[1] == []
+    by_tag = (*settings, "reference.policy=teacher/policy@good")
+    store.tag("teacher", "good", teacher.ref)
+    assert [each["policy"] for each in iterations(*by_tag)] == [each["policy"] for each in done]
+    again = by_hand("optimize", *by_tag, rollouts=done[0]["rollouts"])
+    assert (again.ref, again.cached) == (done[0]["policy"], True)
+    again = by_hand("logprobs", *by_tag, rollouts=done[1]["rollouts"])
+    assert (again.ref, again.cached) == (done[1]["ref_logprobs"], True)
+    elsewhere = iterations(*settings, f"reference.policy={other.ref}")
+    assert elsewhere[0]["policy"] not in [each["policy"] for each in done]
+    # of the run itself, without its name
+    own = iterations(*settings, "reference.policy=policy@1")
+    assert [scored_by(store, each["ref_logprobs"]) for each in own] == ["taught/policy@1"] * 2
+
+
+MIXED = ("optimize.kl_coef=0.05", "optimize.learning_rate=1e-2", "optimize.replay=1",
+         "optimize.max_staleness=1", "iterations=5", "reference.rule=every",
+         "reference.iterations=2", "reference.rate=0.6", "reference.policy=teacher/policy@0")  # fmt: skip
+
+
+def test_every_two_iterations_the_reference_takes_a_share_of_the_policy(store):
+    """As TRL's callback after `ref_model_sync_steps` steps; what is replayed is scored under the
+    present reference."""
+    teacher = make_policy(store, "teacher", seed=1)
+    done = iterations("run=mixed", *MIXED)
+    followed = [scored_by(store, each["ref_logprobs"]) for each in done]
+    own = ["mixed.ref/policy@0", "mixed.ref/policy@1"]
+    assert followed == [str(teacher.ref)] * 2 + [own[0]] * 2 + [own[1]]
+    reference = load_model(teacher, dtype=torch.float32)
+    for number, each in enumerate(done):
+        if number in (2, 4):
+            policy = load_model(store.open(f"mixed/policy@{number}"), dtype=torch.float32)
+            pairs = zip(reference.parameters(), policy.parameters(), strict=True)
+            with torch.no_grad():
+                for old, new in pairs:
+                    old.mul_(1.0 - 0.6).add_(new, alpha=0.6)
+        roles = inputs(store.open(each["policy"]), "ref")
+        assert set(roles) == ({"ref", "ref.2"} if number else {"ref"})
+        for ref in roles.values():
+            scored = store.open(ref)
+            assert scored.manifest.model("ref").ref == followed[number]
+            rollouts = store.open(scored.manifest.input("rollouts").ref)
+            found = scored.table()["logprobs"].to_pylist()
+            for row, right in zip(found, under(reference, rollouts), strict=True):
+                assert row == pytest.approx(right, abs=1e-4)
+
+
+def test_a_run_that_is_stopped_again_and_again_has_the_same_references(store):
+    """After every third stage; then nothing is left to do."""
+    recipe = load("recipe.toml", ["data.held_out=null", "run=stopped", *MIXED]).resolved()
+    make_policy(store, "teacher", seed=1)
+    num_made, num_stopped = [], 0
+    while not num_made or num_made[-1]:
+        stages = Stages(3)
+        num_made.append(0)
+        try:
+            with stages.of(recipe):
+                chain = Chain(recipe)
+                base = chain.import_policy()
+                done = [iteration.to_json() for iteration in chain.improve(base, base)]
+        except KeyboardInterrupt:
+            num_stopped += 1
+        num_made[-1] = stages.num_made
+    straight = iterations("run=mixed", *MIXED)
+    assert num_stopped > 5
+    for ours, theirs in zip(done, straight, strict=True):
+        for name in ("policy", "ref_logprobs"):
+            assert ours[name] == theirs[name].replace("mixed/", "stopped/")
+        one, other = (store.open(each["ref_logprobs"]).manifest for each in (ours, theirs))
+        assert one.model("ref").weights == other.model("ref").weights
+    assert store.numbers("stopped.ref", "policy") == [0, 1]
+
+
+def test_a_reference_that_is_not_there_is_refused_before_anything_is_sampled(store):
+    for name, problem in (
+        ("nowhere/policy@3", "there is no such version"),
+        ("teacher/policy@best", "run teacher has no tag best"),
+        ("policy@latest", "not the run's latest, which each iteration changes"),
+        ("teacher/rollouts@1", "expected a policy"),
+    ):
+        make_policy(store, "teacher", seed=1)
+        with pytest.raises((ConfigError, LineageError), match=problem):
+            iterations("run=refused", "optimize.kl_coef=0.05", f"reference.policy={name}")
+        with pytest.raises((ConfigError, LineageError), match=problem):
+            preflight(load("recipe.toml", ["optimize.kl_coef=0.05", f"reference.policy={name}"]))
+    assert store.numbers("refused", "prompts") == []
+    for unused in ("optimize.kl_coef=0", "reference.policy=policy@0"):
+        settings = ["run=fresh", "optimize.kl_coef=0.05", "reference.policy=nowhere/policy@3"]
+        preflight(load("recipe.toml", [*settings, unused]))
+
+
+def test_a_critic_starts_from_a_classifier_and_is_then_the_runs_own(store):
+    make_classifier(Path("judge"))
+    settings = ("run=ppo", "optimize.algorithm=ppo", "optimize.critic=model", "iterations=3",
+                "optimize.critic_from=judge")  # fmt: skip
+    done = iterations(*settings)
+    roles = [[m.role for m in store.open(each["policy"]).manifest.models] for each in done]
+    assert roles == [["policy", "critic"], ["policy"], ["policy"]]
+    assert [each["policy"] for each in iterations(*settings)] == [each["policy"] for each in done]
+    again = by_hand("optimize", *settings, rollouts=done[0]["rollouts"])
+    assert (again.ref, again.cached) == ("ppo/policy@1", True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "share"),
+    [
+        ({"rate": 0.6}, 0.0),
+        ({"rule": "every"}, 1.0),
+        ({"rule": "ema"}, 0.1),
+        ({"rule": "ema", "rate": 1.0}, 1.0),
+    ],
+)
+def test_the_share_that_a_reference_takes_by_default(fields, share):
+    assert Reference(**fields).share == share
 
 
 def test_a_fork_holds_on_to_the_first_policy_of_its_line(store, plain):

@@ -14,6 +14,7 @@ from quiver.flows.calls import by_hand
 from quiver.flows.checking import Looked, failure, look
 from quiver.flows.doubts import questions
 from quiver.flows.first_rows import Answered, Score, visible
+from quiver.flows.post_train import Chain
 from quiver.flows.preflight import preflight
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
@@ -25,6 +26,7 @@ from quiver.stages.prompt.config import Config
 from tests import sight
 from tests.flows.conftest import write_recipe
 from tests.stages.model.chat.test_control_tokens import mistral
+from tests.stages.optimize.test_critic_from import make_classifier
 from tests.tiny import EOS, make_folder, tokenizer
 
 REWARDS = """
@@ -315,6 +317,27 @@ def test_a_key_that_the_first_iteration_had_and_the_recipe_has_not_is_told(folde
     assert (
         f"tiny/prompts@1, made with other settings than this recipe's: {changes}. The run" in told
     )
+
+
+def test_a_critic_that_cannot_start_is_refused_as_the_run_refuses_it(folder):
+    """Before a store is made, or anything sampled."""
+    settings = ["run=judged", "optimize.algorithm=ppo", "optimize.critic=model"]
+    for name, problem in (
+        (make_classifier(folder / "narrow", hidden_size=16), "has hidden_size 16, expected 32"),
+        (make_classifier(folder / "two", labels=2), "has 2 labels"),
+        (folder / "missing", "there is no such directory"),
+    ):
+        asked = [*settings, f"optimize.critic_from={name}"]
+        with pytest.raises(ConfigError, match=problem):
+            check(*asked)
+        assert not Path("store").exists()
+        recipe = load("recipe.toml", asked).resolved()
+        with pytest.raises(ConfigError, match=problem), by_hand(recipe):
+            Chain(recipe).import_policy()
+        shutil.rmtree("store", ignore_errors=True)
+    check(*settings, f"optimize.critic_from={make_classifier(folder / 'judge')}")
+    with pytest.raises(ConfigError, match="there is no store here"):
+        check(*settings, "optimize.critic_from=judge/policy@0")
 
 
 def test_another_base_model_is_refused_as_the_run_refuses_it(folder):

@@ -55,6 +55,15 @@ def test_the_rehearsal_of_the_demo_is_small_and_keeps_what_decides():
     assert tried.optimize.on_length == "keep"
 
 
+def test_the_small_model_needs_no_reference_or_classifier_of_the_recipes():
+    """They are of the size of the recipe's own model, and in its store."""
+    changes = ["reference.policy=teacher/policy@0", "optimize.kl_coef=0.1"]
+    changes += ["optimize.critic=model", "optimize.critic_from=judge"]
+    tried = rehearsal(Recipe.load("deployments/recipes/t5_ppo.toml", changes), "elsewhere")
+    assert (tried.reference.policy, tried.optimize.critic_from) == (None, None)
+    assert (tried.optimize.kl_coef, tried.optimize.critic) == (0.1, "model")
+
+
 @pytest.mark.parametrize(
     "config",
     [

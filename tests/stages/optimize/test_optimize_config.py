@@ -62,7 +62,7 @@ REFUSED = [
     ({"precision": "bf16_master"}, "'auto', 'fp32', 'bf16' or 'bf16_stochastic'"),
 ]
 CRITIC_VALUES = {
-    "critic": "model", "value_coef": 0.5, "value_clip": None, "gamma": 0.9, "gae_lambda": 0.5,
+    "critic": "model", "critic_from": "judge", "value_coef": 0.5, "value_clip": None, "gamma": 0.9, "gae_lambda": 0.5,
     "critic_lambda": 1.0, "reward_scaling": "running", "bootstrap_length": True,
     "critic_learning_rate": 1e-3, "critic_warmup_steps": 3,
 }  # fmt: skip
@@ -88,7 +88,7 @@ def test_what_looks_alike_and_can_be_meant_is_taken():
 def test_options_of_a_critic_are_refused_without_one():
     assert CRITIC_VALUES.keys() == {*config.CRITIC_OPTIONS}
     for name, value in CRITIC_VALUES.items():
-        assert Config(algorithm="ppo", **{name: value}).resolved()
+        assert Config(algorithm="ppo", **{"critic": "model", name: value}).resolved()
         with pytest.raises(ConfigError, match=f"{name} would have no effect: .* no critic"):
             parse(Config, {name: value}, "optimize")
 
