@@ -27,6 +27,7 @@ from quiver.stages.reward.preview import Reads
 from quiver.stages.reward.stage import Config as RewardConfig
 
 from .first_rows import Answered, Prompts, Source
+from .recipe import Recipe
 from .sections import Data, Generate, Optimize, Prompt
 
 _ROWS_AT_ONCE = 16
@@ -162,7 +163,20 @@ def about_prompts(prompt: Prompt, source: Data, prompts: Mapping[str, Prompts]) 
             yield f"prompt.{name} is not used: the rows are not chats"
 
 
-# -- steps
+# -- engines and steps
+
+
+def about_engines(recipe: Recipe) -> Iterator[str]:
+    """Yield warnings about engines that answer without the policy."""
+    engines = {"generate": recipe.generate.engine}
+    if recipe.data.held_out is not None:
+        engines["evaluate.generate"] = recipe.evaluate.generate.get("engine")
+    for section, engine in engines.items():
+        if engine == "scripted":
+            yield (
+                f"{section}.engine is scripted: a script answers in place of the policy, so "
+                "rewards and scores say nothing about the policy"
+            )
 
 
 def about_steps(optimize: Optimize, source: Data, num_rows: int, iterations: int) -> Iterator[str]:

@@ -33,6 +33,7 @@ from quiver.stages.model.chat.template import read_template
 from quiver.stages.model.checkpoints import PolicyConfig
 from quiver.stages.model.devices import engine_gpus
 from quiver.stages.model.from_function import is_function
+from quiver.stages.optimize.checks import refuse_scripted
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.turns import ENVIRONMENT
 
@@ -71,6 +72,7 @@ def preflight(recipe: Recipe) -> Recipe:
         code_hash(generate.engine, options)
         for code in generate.turns.own_code() if generate.turns else ():
             plugins.definition(*code)
+    refuse_scripted("generate.engine scripted", recipe.generate.engine, recipe.optimize_config())
     if trains_here(recipe.placement):
         load_stage("optimize").check(recipe.optimize_config(), ())
     credit = recipe.optimize.credit

@@ -625,6 +625,14 @@ WARNINGS = {
         "evaluate.every is 3, and the run has 2 iterations: it is measured before the first and "
         "after the last"
     ),
+    "generate.engine=scripted optimize.audit.enabled=false": (
+        "generate.engine is scripted: a script answers in place of the policy, so rewards and "
+        "scores say nothing about the policy"
+    ),
+    "evaluate.generate.engine=scripted": (
+        "evaluate.generate.engine is scripted: a script answers in place of the policy, so rewards "
+        "and scores say nothing about the policy"
+    ),
     "data.raw_text=true prompt.template=chat.jinja": (
         "prompt.template is not used: the rows are not chats"
     ),
