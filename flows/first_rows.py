@@ -312,8 +312,7 @@ def reference_of(reward: RewardConfig, offered: Sequence[str], row: dict[str, An
     for function in reward.functions:
         reads = preview(RewardConfig(functions=(function,)), offered)
         for name in ANSWERS:
-            column = column_of(name, function, row)
-            if reads.may_be_all or column.partition(".")[0] in reads.by_name:
+            if reads.may_be_all or column_of(name, function, row) in reads.by_name:
                 for (cell,) in given(function, [name], batch).values():
                     with suppress(ValueError):  # Neither text nor a number.
                         return as_text(cell)

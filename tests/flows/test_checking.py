@@ -677,6 +677,36 @@ def test_empty_cells_of_a_column_that_the_reward_reads_are_counted(folder):
     assert check(rewarded("rewards.py:letters"), "data.held_out=null").answer["warnings"] == []
 
 
+@pytest.mark.parametrize(
+    ("columns", "answers", "warning"),
+    [
+        ("", [["1"], ["1", None], [None]], "answer, which the reward reads, holds nulls in 2"),
+        (
+            "",
+            [{"of": None, "or": ["2"]}, {"of": "1", "or": [None, None]}, {"of": "3"}],
+            "answer, which the reward reads, holds nulls in 2 of 3 rows: answer.of, answer.or",
+        ),
+        (
+            ", columns={answer='answer.of.it'}",
+            [{"of": {"it": "1", "is": None}}, {"of": {"it": ""}}, {"of": None}],
+            "answer.of.it, which the reward reads, is empty in 2",
+        ),
+    ],
+    ids=["list", "object", "field"],
+)
+def test_nulls_inside_cells_that_the_reward_reads_are_counted(folder, columns, answers, warning):
+    write_rows([{"question": f"{n}?", "answer": answer} for n, answer in enumerate(answers)])
+    function = f"reward.functions=[{{use='rewards.py:exact'{columns}}}]"
+    (told,) = check(function, "data.held_out=null", "data.limit=null").answer["warnings"]
+    assert told.startswith(f"column {warning}")
+
+
+def test_nulls_in_fields_that_no_reward_reads_are_left_alone(folder):
+    write_rows([{"question": "1?", "answer": {"of": "1", "is": None}}])
+    function = "reward.functions=[{use='rewards.py:exact', columns={answer='answer.of'}}]"
+    assert check(function, "data.held_out=null", "data.limit=null").answer["warnings"] == []
+
+
 def test_rows_that_stand_there_many_times_are_told(folder):
     write_rows([{"question": f"{n % 4}?", "answer": 1} for n in range(8)])
     assert check("data.held_out=null").answer["warnings"] == [
