@@ -327,7 +327,7 @@ def report(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="the file; default: report.html in the run's folder"),
+        typer.Option("--output", "-o", help="the file; default: report*.html in the run's folder"),
     ] = None,
     store: StorePath = None,
 ) -> None:
@@ -337,6 +337,7 @@ def report(
 
     opened = open_store(store)
     policy = None
+    name = "report"
     if "/" in run:
         ref = opened.resolve(or_latest(run))
         if ref.kind != "policy":
@@ -344,13 +345,13 @@ def report(
                 str(ref), "a report shows a run or the line of a policy", next="quiver ls"
             )
         policy, run = str(ref), ref.run
-        # The report of the run itself is kept.
-        name = f"report-{ref.kind}-{ref.version}.html"
-        output = output or default_path(opened.url, run).with_name(name)
+        name += f"-{ref.kind}-{ref.version}"
     sentences = []
     if beside is not None:
         sentences = _difference(opened, policy or run, check_name(beside, "run"))
-    path = write(opened, check_name(run, "run"), output, beside, sentences, policy)
+        name += f"-beside-{beside}"
+    output = output or default_path(opened.url, check_name(run, "run"), f"{name}.html")
+    path = write(opened, run, output, beside, sentences, policy)
     say({"run": run, "file": str(path), "bytes": path.stat().st_size}, [str(path)])
 
 
