@@ -13,12 +13,12 @@ import errno
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, QuiverError, printable, reason
-from quiver.schemas.plain import flatten
 from quiver.stages.core import plugins
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.call import Call
@@ -42,6 +42,8 @@ from .recipe import Recipe
 from .slots import require_gpus
 
 log = logging.getLogger(__name__)
+_MOST_SHOWN = 60
+"""Characters of a setting in a warning."""
 
 
 def preflight(recipe: Recipe) -> Recipe:
@@ -198,26 +200,36 @@ def _tell_what_differs(plan: Plan, kind: str) -> None:
         version = plan.store.open(f"{plan.run}/{kind}@{numbers[0]}")
         manifest = version.manifest
         saved = parse(load_stage(manifest.stage).Config, manifest.config, str(version.ref))
-        before, asked = (  # An empty table shows by the keys it lacks.
-            {path: leaf for path, leaf in flatten(config.key()).items() if leaf != {}}
-            for config in (saved, plan.config)
-        )
-        changes = [
-            f"{path} was {_in_words(before.get(path))} and is {_in_words(asked.get(path))}"
-            for path in asked | before
-            if before.get(path) != asked.get(path)
-        ]
+        changes = [*_changes(saved.key(), plan.config.key())] or ["its inputs changed"]
         log.warning(
-            "run %s has %s, made with other settings than this recipe's: %s. The run adds its own "
-            "versions to these; to keep them apart, give the run another name: --set run=NAME",
+            "run %s has %s, made with other settings than this recipe's. The run adds its own "
+            "versions to these; to keep them apart, give the run another name: --set run=NAME%s",
             plan.run,
             version.ref,
-            ", ".join(changes) or "its inputs changed",
+            "".join(f"\n  {change}" for change in changes),
         )
 
 
-def _in_words(leaf: Any) -> str:
-    return "not set" if leaf is None else printable(leaf)
+def _changes(before: Any, asked: Any, path: str = "") -> Iterator[str]:
+    """Yield a line for each key that differs. A table that only one side has is one line, and long
+    values are cut."""
+    tables = [_as_table(side) for side in (before, asked)]
+    if None not in tables:
+        for key in tables[1] | tables[0]:
+            place = f"{path}.{key}" if path else key
+            yield from _changes(tables[0].get(key), tables[1].get(key), place)
+    elif before != asked and {} not in (before, asked):  # an empty table differs by its keys
+        was, now = (
+            "not set" if side is None else printable(side, _MOST_SHOWN) for side in (before, asked)
+        )
+        yield f"{path} was {was} and is {now}"
+
+
+def _as_table(value: Any) -> dict[Any, Any] | None:
+    """Return a table itself, a list of tables by position, and None for anything else."""
+    if isinstance(value, list) and all(isinstance(member, dict) for member in value):
+        return dict(enumerate(value))
+    return value if isinstance(value, dict) else None
 
 
 def _store_at(path: str) -> Store | None:
