@@ -306,7 +306,7 @@ def test_a_first_iteration_of_another_recipe_is_told_with_the_keys_that_differ(f
             [
                 "functions.0.weight was 1.0 and is 2.0",
                 "functions.1 was not set and is "
-                "{'name': 'length', 'weight': 1.0, 'extra': False, 'fingerprin…",
+                "{'name': 'length', 'weight': 1.0, 'extra': False, 'fingerpr…",
             ],
             other,
         ),
