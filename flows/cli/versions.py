@@ -382,7 +382,7 @@ def history(
 ) -> None:
     """Show a tag's history: versions, times, authors, reasons. For nights it also shows rejected
     policies and their numbers."""
-    from quiver.flows.look.nights import HEADER, nights_of
+    from quiver.flows.look.nights import nights_of, table_of
     from quiver.flows.look.words import aligned
 
     opened = open_store(store)
@@ -396,5 +396,9 @@ def history(
         "nights": [night._asdict() for night in nights],
         "entries": [entry.model_dump(mode="json") for entry in entries],
     }
-    in_use = f"{name} is {entries[-1].ref}" if entries else ""
-    say(answer, [*aligned([HEADER, *nights]), in_use] if entries else [])
+    lines = []
+    if entries:
+        target = parse(entries[-1].ref)  # may be of another kind than the name says
+        in_use = f"{target.run}/{target.kind}@{tag.version} is {target}"
+        lines = [*aligned(table_of(nights)), in_use]
+    say(answer, lines)
