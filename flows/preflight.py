@@ -37,7 +37,7 @@ from quiver.stages.optimize.checks import refuse_scripted
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.turns import ENVIRONMENT
 
-from .placement import check_pools, check_resident, trains_here
+from .placement import check_places, check_resident, trains_here
 from .recipe import Recipe
 from .slots import require_gpus
 
@@ -60,7 +60,7 @@ def preflight(recipe: Recipe) -> Recipe:
     recipe.data.require_filled_in()
     has_images = recipe.data.images is not None
     check_resident(recipe.placement, recipe.generate, recipe.optimize, has_images=has_images)
-    check_pools(recipe.placement, recipe.store)
+    check_places(recipe.placement, recipe.store)
     check_demands(recipe)
     _store_at(recipe.store)
     read_template(recipe.prompt.template, "prompt.template")

@@ -48,6 +48,7 @@ def folder(tmp_path_factory):
             "quiver keys generate",
         ),
         (["generate.engine='scripted'"], {}, "logprobs are made up", "audit.enabled = false"),
+        (["placement.python.optimize='bin/py'"], {}, "optimize bin/py: there is no", "interpreter"),
     ],
 )
 def test_what_could_not_begin_is_refused(
