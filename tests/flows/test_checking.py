@@ -149,6 +149,19 @@ def test_errors_are_those_of_a_run(folder, rows, settings):
     assert of_check.value.to_dict() == of_run.value.to_dict()
 
 
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("generate.max_model_len=22", "prompts leave no room: .* the context of 22"),
+        ("evaluate.generate.max_model_len=22", "3 of 3 prompts leave no room"),
+        ("generate.sampling.stop_token_ids=[999]", "999 is outside the vocabulary"),
+    ],
+)
+def test_prompts_that_generate_would_refuse_are_refused(folder, setting, problem):
+    with pytest.raises(ConfigError, match=problem):
+        check(setting, "iterations=1")
+
+
 def test_rows_that_no_iteration_takes_are_not_looked_at(folder):
     """The shuffle of seed 7 begins with other rows than the last one."""
     rows = [json.loads(line) for line in Path("questions.jsonl").read_text().splitlines()]
