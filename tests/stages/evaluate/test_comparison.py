@@ -133,6 +133,12 @@ def test_compare_through_the_command_line(store, evaluated, capsys):
         command("compare", "first", "first.eval/rollouts@1", *in_store)
 
 
+def test_an_evaluation_that_is_compared_with_itself_is_told(store, evaluated):
+    evaluated("first", BEFORE)
+    answer = compare(store, *find_evaluations(store, "first", "tiny/policy@0"))
+    assert answer["notes"] == ["A and B are the same evaluation"]
+
+
 def test_evaluations_that_were_deleted_are_named_with_the_command_that_makes_them_again(
     store, evaluated
 ):
