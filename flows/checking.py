@@ -25,6 +25,7 @@ from quiver.stages.turns import pool as environment_pool
 
 from .doubts import (
     about_answers,
+    about_cells,
     about_engines,
     about_prompts,
     about_rewards,
@@ -80,13 +81,14 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
         if is_tried and error is None:
             tried = try_stages(recipe)
         reads = preview(recipe.reward, [*columns, *recipe.offered_columns])
-        table = sources["data"].table
+        num_rows = sources["data"].table.num_rows
         for sentence in (
             *about_rows(sources, recipe.evaluate.every, recipe.iterations),
             *about_prompts(recipe.prompt, recipe.data, rows.prompts),
             *about_engines(recipe),
-            *about_steps(recipe.optimize, recipe.data, table.num_rows, recipe.iterations),
-            *about_rewards(recipe.reward, recipe.generate, table, reads),
+            *about_steps(recipe.optimize, recipe.data, num_rows, recipe.iterations),
+            *about_rewards(recipe.reward, recipe.generate),
+            *about_cells(sources, reads),
             *about_answers(recipe.reward, rows.answers),
         ):
             log.warning("%s", sentence)

@@ -13,6 +13,7 @@ import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import pyarrow as pa
@@ -212,10 +213,8 @@ def about_steps(optimize: Optimize, source: Data, num_rows: int, iterations: int
 # -- rewards
 
 
-def about_rewards(
-    reward: RewardConfig, generate: Generate, table: pa.Table, reads: Reads
-) -> Iterator[str]:
-    """Yield warnings about rewards that are never paid, and about the columns that they read."""
+def about_rewards(reward: RewardConfig, generate: Generate) -> Iterator[str]:
+    """Yield warnings about rewards that are never paid."""
     if not any(scorer.weight for scorer in reward.scorers) and reward.overlong is None:
         yield "every part of the reward has weight 0: nothing is learned"
     turns = generate.turns
@@ -226,15 +225,22 @@ def about_rewards(
             f"reward.overlong begins after {overlong.max_tokens - overlong.cache} tokens, but a "
             f"completion has at most {most}: the penalty is never applied"
         )
-    for name, column in sorted(reads.by_name.items()):
+
+
+def about_cells(sources: Mapping[str, Source], reads: Reads) -> Iterator[str]:
+    """Yield warnings about empty cells that the rewards read, and about nulls inside of cells."""
+    for (section, source), (name, column) in product(
+        sources.items(), sorted(reads.by_name.items())
+    ):
+        table = source.table
         if column not in table.column_names:
             continue  # the stage adds it, as `turns`
         num_empty = 0
         num_with_nulls = 0
         places: dict[str, None] = {}
         for start in range(0, table.num_rows, _ROWS_AT_ONCE):
-            rows = table.slice(start, _ROWS_AT_ONCE)
-            for cell in cells_of(name, {column: rows[column].to_pylist()}):
+            cells = table[column].slice(start, _ROWS_AT_ONCE).to_pylist()
+            for cell in cells_of(name, {column: cells}):
                 # an empty cell of a CSV file is text
                 is_empty = cell is None or (isinstance(cell, str) and not cell.strip())
                 nulls = [] if is_empty else [*_nulls_in(cell, name)]
@@ -242,11 +248,12 @@ def about_rewards(
                 num_with_nulls += bool(nulls)
                 places |= dict.fromkeys(nulls)
         read = f"column {quoted_name(name)}, which the reward reads,"
+        rows = f"{table.num_rows} rows{'' if section == 'data' else f' of {section}'}"
         if num_empty:
-            yield f"{read} is empty in {num_empty} of {table.num_rows} rows"
+            yield f"{read} is empty in {num_empty} of {rows}"
         if num_with_nulls:
             inside = "" if [*places] == [name] else f": {', '.join(map(quoted_name, places))}"
-            yield f"{read} holds nulls in {num_with_nulls} of {table.num_rows} rows{inside}"
+            yield f"{read} holds nulls in {num_with_nulls} of {rows}{inside}"
 
 
 def _nulls_in(cell: Any, place: str) -> Iterator[str]:

@@ -706,6 +706,12 @@ def test_empty_cells_of_a_column_that_the_reward_reads_are_counted(folder):
         "column answer, which the reward reads, is empty in 3 of 8 rows"
     ]
     assert check(rewarded("rewards.py:letters"), "data.held_out=null").answer["warnings"] == []
+    write_rows([{"question": f"{n} more?", "answer": empty.get(n)} for n in range(4)], "held.jsonl")
+    held_out = "data.held_out={source='held.jsonl'}"
+    assert check(rewarded("exact_match"), held_out).answer["warnings"] == [
+        "column answer, which the reward reads, is empty in 4 of 4 rows of data.held_out",
+        "column answer, which the reward reads, is empty in 3 of 8 rows",
+    ]
 
 
 @pytest.mark.parametrize(
