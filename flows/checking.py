@@ -23,7 +23,16 @@ from quiver.stages.reward.pool import pool as function_pool
 from quiver.stages.reward.preview import preview
 from quiver.stages.turns import pool as environment_pool
 
-from .doubts import about_answers, about_prompts, about_rewards, about_rows, about_steps, unused
+from .doubts import (
+    about_answers,
+    about_cells,
+    about_engines,
+    about_prompts,
+    about_rewards,
+    about_rows,
+    about_steps,
+    unused,
+)
 from .first_rows import Answered, FirstRows, Source, first_rows, read_sources, require_references
 from .placement import trains_here
 from .preflight import finished, made_policy, preflight
@@ -72,12 +81,14 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
         if is_tried and error is None:
             tried = try_stages(recipe)
         reads = preview(recipe.reward, [*columns, *recipe.offered_columns])
-        table = sources["data"].table
+        num_rows = sources["data"].table.num_rows
         for sentence in (
             *about_rows(sources, recipe.evaluate.every, recipe.iterations),
             *about_prompts(recipe.prompt, recipe.data, rows.prompts),
-            *about_steps(recipe.optimize, recipe.data, table.num_rows, recipe.iterations),
-            *about_rewards(recipe.reward, recipe.generate, table, reads),
+            *about_engines(recipe),
+            *about_steps(recipe.optimize, recipe.data, num_rows, recipe.iterations),
+            *about_rewards(recipe.reward, recipe.generate),
+            *about_cells(sources, reads),
             *about_answers(recipe.reward, rows.answers),
         ):
             log.warning("%s", sentence)

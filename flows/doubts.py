@@ -13,20 +13,22 @@ import json
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from quiver.schemas.errors import printable, quoted_name
 from quiver.schemas.outside import read_message
 from quiver.schemas.plain import read_json
 from quiver.stages.prompt.chats import columns_of, text_of
 from quiver.stages.prompt.config import INPUTS, Config
+from quiver.stages.reward.pool.habits import cells_of
 from quiver.stages.reward.preview import Reads
 from quiver.stages.reward.stage import Config as RewardConfig
 
 from .first_rows import Answered, Prompts, Source
+from .recipe import Recipe
 from .sections import Data, Generate, Optimize, Prompt
 
 _ROWS_AT_ONCE = 16
@@ -46,7 +48,7 @@ def unused(config: Config, columns: Sequence[str], reads: Reads) -> list[str]:
         return []
     named = {getattr(config, name) for name in (*INPUTS, "group_id", "images")}
     named.update(columns_of(config, columns).values())
-    return [name for name in columns if name not in named | reads.by_name]
+    return [name for name in columns if name not in named.union(reads.by_name.values())]
 
 
 def about_rows(sources: Mapping[str, Source], every: int, iterations: int) -> Iterator[str]:
@@ -162,7 +164,20 @@ def about_prompts(prompt: Prompt, source: Data, prompts: Mapping[str, Prompts]) 
             yield f"prompt.{name} is not used: the rows are not chats"
 
 
-# -- steps
+# -- engines and steps
+
+
+def about_engines(recipe: Recipe) -> Iterator[str]:
+    """Yield warnings about engines that answer without the policy."""
+    engines = {"generate": recipe.generate.engine}
+    if recipe.data.held_out is not None:
+        engines["evaluate.generate"] = recipe.evaluate.generate.get("engine")
+    for section, engine in engines.items():
+        if engine == "scripted":
+            yield (
+                f"{section}.engine is scripted: a script answers in place of the policy, so "
+                "rewards and scores say nothing about the policy"
+            )
 
 
 def about_steps(optimize: Optimize, source: Data, num_rows: int, iterations: int) -> Iterator[str]:
@@ -198,10 +213,8 @@ def about_steps(optimize: Optimize, source: Data, num_rows: int, iterations: int
 # -- rewards
 
 
-def about_rewards(
-    reward: RewardConfig, generate: Generate, table: pa.Table, reads: Reads
-) -> Iterator[str]:
-    """Yield warnings about rewards that are never paid, and about the columns that they read."""
+def about_rewards(reward: RewardConfig, generate: Generate) -> Iterator[str]:
+    """Yield warnings about rewards that are never paid."""
     if not any(scorer.weight for scorer in reward.scorers) and reward.overlong is None:
         yield "every part of the reward has weight 0: nothing is learned"
     turns = generate.turns
@@ -212,16 +225,47 @@ def about_rewards(
             f"reward.overlong begins after {overlong.max_tokens - overlong.cache} tokens, but a "
             f"completion has at most {most}: the penalty is never applied"
         )
-    for name in sorted(reads.by_name & {*table.column_names}):
-        column = table.column(name)
-        num_empty = column.null_count
-        if pa.types.is_string(column.type):  # as a CSV file's empty cell is
-            num_empty += pc.sum(pc.equal(pc.utf8_trim_whitespace(column), "")).as_py() or 0
+
+
+def about_cells(sources: Mapping[str, Source], reads: Reads) -> Iterator[str]:
+    """Yield warnings about empty cells that the rewards read, and about nulls inside of cells."""
+    for (section, source), (name, column) in product(
+        sources.items(), sorted(reads.by_name.items())
+    ):
+        table = source.table
+        if column not in table.column_names:
+            continue  # the stage adds it, as `turns`
+        num_empty = 0
+        num_with_nulls = 0
+        places: dict[str, None] = {}
+        for start in range(0, table.num_rows, _ROWS_AT_ONCE):
+            cells = table[column].slice(start, _ROWS_AT_ONCE).to_pylist()
+            for cell in cells_of(name, {column: cells}):
+                # an empty cell of a CSV file is text
+                is_empty = cell is None or (isinstance(cell, str) and not cell.strip())
+                nulls = [] if is_empty else [*_nulls_in(cell, name)]
+                num_empty += is_empty
+                num_with_nulls += bool(nulls)
+                places |= dict.fromkeys(nulls)
+        read = f"column {quoted_name(name)}, which the reward reads,"
+        rows = f"{table.num_rows} rows{'' if section == 'data' else f' of {section}'}"
         if num_empty:
-            yield (
-                f"column {quoted_name(name)}, which the reward reads, is empty in {num_empty} of "
-                f"{table.num_rows} rows"
-            )
+            yield f"{read} is empty in {num_empty} of {rows}"
+        if num_with_nulls:
+            inside = "" if [*places] == [name] else f": {', '.join(map(quoted_name, places))}"
+            yield f"{read} holds nulls in {num_with_nulls} of {rows}{inside}"
+
+
+def _nulls_in(cell: Any, place: str) -> Iterator[str]:
+    """Yield the place of each null inside a cell: `place` with the keys of objects, as in `a.b`."""
+    if cell is None:
+        yield place
+    if isinstance(cell, dict):
+        for key, member in cell.items():
+            yield from _nulls_in(member, f"{place}.{key}")
+    if isinstance(cell, list):
+        for member in cell:
+            yield from _nulls_in(member, place)
 
 
 def about_answers(reward: RewardConfig, answers: Sequence[Answered]) -> Iterator[str]:

@@ -11,11 +11,14 @@ A dry run does not show whether anything is learned, how long it takes, or if it
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from quiver.flows.look.words import counted
+from quiver.schemas.errors import QuiverError
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.stage_process import one_child_for_any_stage
 
@@ -23,6 +26,7 @@ from .post_train import post_train
 from .recipe import Recipe
 from .sections import merge
 
+log = logging.getLogger("quiver")
 PROMPTS, TOKENS, ITERATIONS = 4, 16, 2
 COMMON_LETTERS = ("a", "e", "i", "n", "o", "r", "s", "t", " ")
 """Stop strings that end a turn, so that an environment has something to answer. Text of a random
@@ -49,7 +53,7 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
         "evaluate": {"generate": {**engine, "sampling": _short(held_out_sampling, ends)}},
         "reward": {"functions": [*sections["reward"].get("functions", ()), LOT]},
         # Nearly all answers of the small model are cut off.
-        "optimize": {"on_length": "keep", "processes": None, "critic_from": None},
+        "optimize": {"on_length": "keep", "processes": None, "critic_from": None, "trackers": []},
         "reference": {"policy": None},
     }
     if recipe.data.held_out is not None:
@@ -69,7 +73,14 @@ def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
     The temporary store is deleted.
     """
     with tempfile.TemporaryDirectory(prefix="quiver-dry-run-") as store, one_child_for_any_stage():
-        outcome = post_train.fn(rehearsal(recipe, store))
+        tried = rehearsal(recipe, store)
+        planned = counted(tried.iterations, "iteration")
+        log.info("%s: rehearsed for %s in a temporary store, %s", tried.run, planned, store)
+        try:
+            outcome = post_train.fn(tried)
+        except QuiverError as error:
+            error.state = "the temporary store is deleted; nothing was kept."
+            raise
     seconds: dict[str, float] = {}
     for iteration in outcome["iterations"]:
         for stage, stage_seconds in iteration["seconds"].items():

@@ -31,6 +31,7 @@ from quiver.stages.core.config import Config
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import open_staging
+from quiver.stages.generate.prompts import select_prompts
 from quiver.stages.generate.texts import Texts
 from quiver.stages.model import checkpoints, small
 from quiver.stages.optimize.classifier import find_classifier
@@ -247,6 +248,8 @@ def first_rows(
         for section, source in sources.items():
             prompts[section] = _made("prompt", source.first, store, policy=policy)
             rows.prompts[section] = Prompts.of(prompts[section], policy, recipe.prompt.system)
+            sampled = recipe.generate_config(1, evaluation=section == "data.held_out")
+            select_prompts(sampled, prompts[section], policy)  # raises what generate would
         if not is_answered:
             return rows
         single = sources["data"].first.model_copy(update={"first": 1})
@@ -318,8 +321,7 @@ def reference_of(reward: RewardConfig, offered: Sequence[str], row: dict[str, An
     for function in reward.functions:
         reads = preview(RewardConfig(functions=(function,)), offered)
         for name in ANSWERS:
-            column = column_of(name, function, row)
-            if reads.may_be_all or column.partition(".")[0] in reads.by_name:
+            if reads.may_be_all or column_of(name, function, row) in reads.by_name:
                 for (cell,) in given(function, [name], batch).values():
                     with suppress(ValueError):  # Neither text nor a number.
                         return as_text(cell)

@@ -9,9 +9,10 @@ which another host would resolve elsewhere.
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
-from quiver.schemas.errors import ConfigError, ResourceError
+from quiver.schemas.errors import ConfigError, ResourceError, printable
 from quiver.stages.core import ranks
 from quiver.stages.core.ranks import are_launched
 from quiver.stages.core.run.call import Where
@@ -73,9 +74,17 @@ def check_resident(
         require_reload(name)
 
 
-def check_pools(placement: Placement, store: str) -> None:
-    """Raise ConfigError if a pool cannot be reached from here or would not see the store."""
+def check_places(placement: Placement, store: str) -> None:
+    """Raise ConfigError if an interpreter is missing here, or if a pool cannot be reached from here
+    or would not see the store."""
     pools = placement.pools
+    for stage, python in placement.python.items():
+        if stage not in pools and shutil.which(python) is None:
+            raise ConfigError(
+                f"placement.python.{stage} {printable(python)}",
+                "there is no such program here",
+                next="name the interpreter of an environment in which Quiver is installed",
+            )
     if not pools:
         return
     stage, pool = next(iter(pools.items()))

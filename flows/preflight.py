@@ -13,12 +13,12 @@ import errno
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, QuiverError, printable, reason
-from quiver.schemas.plain import flatten
 from quiver.stages.core import plugins
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.call import Call
@@ -33,14 +33,17 @@ from quiver.stages.model.chat.template import read_template
 from quiver.stages.model.checkpoints import PolicyConfig
 from quiver.stages.model.devices import engine_gpus
 from quiver.stages.model.from_function import is_function
+from quiver.stages.optimize.checks import refuse_scripted
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.turns import ENVIRONMENT
 
-from .placement import check_pools, check_resident, trains_here
+from .placement import check_places, check_resident, trains_here
 from .recipe import Recipe
 from .slots import require_gpus
 
 log = logging.getLogger(__name__)
+_MOST_SHOWN = 60
+"""Characters of a setting in a warning."""
 
 
 def preflight(recipe: Recipe) -> Recipe:
@@ -57,7 +60,7 @@ def preflight(recipe: Recipe) -> Recipe:
     recipe.data.require_filled_in()
     has_images = recipe.data.images is not None
     check_resident(recipe.placement, recipe.generate, recipe.optimize, has_images=has_images)
-    check_pools(recipe.placement, recipe.store)
+    check_places(recipe.placement, recipe.store)
     check_demands(recipe)
     _store_at(recipe.store)
     if recipe.optimize.kl_coef > 0:
@@ -73,6 +76,7 @@ def preflight(recipe: Recipe) -> Recipe:
         code_hash(generate.engine, options)
         for code in generate.turns.own_code() if generate.turns else ():
             plugins.definition(*code)
+    refuse_scripted("generate.engine scripted", recipe.generate.engine, recipe.optimize_config())
     if trains_here(recipe.placement):
         load_stage("optimize").check(recipe.optimize_config(), ())
     credit = recipe.optimize.credit
@@ -198,26 +202,36 @@ def _tell_what_differs(plan: Plan, kind: str) -> None:
         version = plan.store.open(f"{plan.run}/{kind}@{numbers[0]}")
         manifest = version.manifest
         saved = parse(load_stage(manifest.stage).Config, manifest.config, str(version.ref))
-        before, asked = (  # An empty table shows by the keys it lacks.
-            {path: leaf for path, leaf in flatten(config.key()).items() if leaf != {}}
-            for config in (saved, plan.config)
-        )
-        changes = [
-            f"{path} was {_in_words(before.get(path))} and is {_in_words(asked.get(path))}"
-            for path in asked | before
-            if before.get(path) != asked.get(path)
-        ]
+        changes = [*_changes(saved.key(), plan.config.key())] or ["its inputs changed"]
         log.warning(
-            "run %s has %s, made with other settings than this recipe's: %s. The run adds its own "
-            "versions to these; to keep them apart, give the run another name: --set run=NAME",
+            "run %s has %s, made with other settings than this recipe's. The run adds its own "
+            "versions to these; to keep them apart, give the run another name: --set run=NAME%s",
             plan.run,
             version.ref,
-            ", ".join(changes) or "its inputs changed",
+            "".join(f"\n  {change}" for change in changes),
         )
 
 
-def _in_words(leaf: Any) -> str:
-    return "not set" if leaf is None else printable(leaf)
+def _changes(before: Any, asked: Any, path: str = "") -> Iterator[str]:
+    """Yield a line for each key that differs. A table that only one side has is one line, and long
+    values are cut."""
+    tables = [_as_table(side) for side in (before, asked)]
+    if None not in tables:
+        for key in tables[1] | tables[0]:
+            place = f"{path}.{key}" if path else key
+            yield from _changes(tables[0].get(key), tables[1].get(key), place)
+    elif before != asked and {} not in (before, asked):  # an empty table differs by its keys
+        was, now = (
+            "not set" if side is None else printable(side, _MOST_SHOWN) for side in (before, asked)
+        )
+        yield f"{path} was {was} and is {now}"
+
+
+def _as_table(value: Any) -> dict[Any, Any] | None:
+    """Return a table itself, a list of tables by position, and None for anything else."""
+    if isinstance(value, list) and all(isinstance(member, dict) for member in value):
+        return dict(enumerate(value))
+    return value if isinstance(value, dict) else None
 
 
 def _store_at(path: str) -> Store | None:

@@ -29,7 +29,7 @@ from quiver.stages.reward.stage import Config as RewardConfig
 
 from .calls import perform
 from .evaluation import measure
-from .placement import check_pools
+from .placement import check_places
 from .recipe import Recipe
 from .rounds import proximal_config
 from .sections import Optimize
@@ -78,7 +78,7 @@ def rerun(
         ConfigError: If a reference does not fit the stage.
     """
     if stage != "override":  # override always runs here, in this process's host.
-        check_pools(recipe.placement, recipe.store)
+        check_places(recipe.placement, recipe.store)
     if stage in ("prompt", "evaluate"):
         recipe.data.require_filled_in()
     store = Store(recipe.store)

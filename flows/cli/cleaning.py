@@ -68,12 +68,14 @@ def gc(
     freed = sum(row["bytes"] for name in ("deleted", "unfinished") for row in answer[name])
     left = [*answer["expired"], *answer["waiting"]]
     waiting = sum(row["bytes"] for row in left if row not in answer["deleted"])
-    would = "" if apply else "would be "
-    lines += [
-        f"{size(freed)} {would}deleted; {size(waiting)} {would}left to be deleted by "
-        f"quiver gc --apply, {grace_hours:g} hours after they expired"
-    ]
-    say(answer, lines)
+    sentence = f"{size(freed) if freed else 'nothing'} {'was' if apply else 'would be'} deleted"
+    if waiting:
+        is_left = f"{size(waiting)} {'is' if apply else 'would be'} left"
+        due = f"{grace_hours:g} hour{'' if grace_hours == 1 else 's'} after they expired"
+        if not grace_hours:
+            due = "when nothing needs it"
+        sentence += f"; {is_left} for quiver gc --apply to delete {due}"
+    say(answer, [*lines, sentence])
 
 
 def copy(

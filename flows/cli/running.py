@@ -57,13 +57,14 @@ def run(
     settings = settings or []
     length = [] if iterations is None else [f"iterations={iterations}"]
     loaded = read_recipe(recipe, [*settings, *length], store)
-    if dry_run:
-        loaded = loaded.for_night(_today())
+    from quiver.flows.look.live import shown_live
     from quiver.stages.core.store.places import locate
 
-    planned = counted(loaded.iterations, "iteration")
-    log.info("%s: %s, in %s", loaded.run, planned, locate(loaded.store))
-    from quiver.flows.look.live import shown_live
+    if dry_run:
+        loaded = loaded.for_night(_today())
+    else:
+        planned = counted(loaded.iterations, "iteration")
+        log.info("%s: %s, in %s", loaded.run, planned, locate(loaded.store))
 
     with shown_live():
         from quiver.flows.preflight import finished, preflight

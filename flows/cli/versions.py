@@ -327,7 +327,7 @@ def report(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="the file; default: report.html in the run's folder"),
+        typer.Option("--output", "-o", help="the file; default: report*.html in the run's folder"),
     ] = None,
     store: StorePath = None,
 ) -> None:
@@ -337,6 +337,7 @@ def report(
 
     opened = open_store(store)
     policy = None
+    name = "report"
     if "/" in run:
         ref = opened.resolve(or_latest(run))
         if ref.kind != "policy":
@@ -344,13 +345,13 @@ def report(
                 str(ref), "a report shows a run or the line of a policy", next="quiver ls"
             )
         policy, run = str(ref), ref.run
-        # The report of the run itself is kept.
-        name = f"report-{ref.kind}-{ref.version}.html"
-        output = output or default_path(opened.url, run).with_name(name)
+        name += f"-{ref.kind}-{ref.version}"
     sentences = []
     if beside is not None:
         sentences = _difference(opened, policy or run, check_name(beside, "run"))
-    path = write(opened, check_name(run, "run"), output, beside, sentences, policy)
+        name += f"-beside-{beside}"
+    output = output or default_path(opened.url, check_name(run, "run"), f"{name}.html")
+    path = write(opened, run, output, beside, sentences, policy)
     say({"run": run, "file": str(path), "bytes": path.stat().st_size}, [str(path)])
 
 
@@ -381,7 +382,7 @@ def history(
 ) -> None:
     """Show a tag's history: versions, times, authors, reasons. For nights it also shows rejected
     policies and their numbers."""
-    from quiver.flows.look.nights import HEADER, nights_of
+    from quiver.flows.look.nights import nights_of, table_of
     from quiver.flows.look.words import aligned
 
     opened = open_store(store)
@@ -395,5 +396,9 @@ def history(
         "nights": [night._asdict() for night in nights],
         "entries": [entry.model_dump(mode="json") for entry in entries],
     }
-    in_use = f"{name} is {entries[-1].ref}" if entries else ""
-    say(answer, [*aligned([HEADER, *nights]), in_use] if entries else [])
+    lines = []
+    if entries:
+        target = parse(entries[-1].ref)  # may be of another kind than the name says
+        in_use = f"{target.run}/{target.kind}@{tag.version} is {target}"
+        lines = [*aligned(table_of(nights)), in_use]
+    say(answer, lines)

@@ -9,7 +9,7 @@ Rejected nights are rows like the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -85,6 +85,16 @@ def read_about(entry: Entry) -> About:
         return About.model_validate(entry.about)
     except ValidationError:
         return About()
+
+
+def table_of(nights: Sequence[NightRow]) -> list[tuple[str, ...]]:
+    """Return the rows below their header, without the columns that are empty in every row. The
+    header does not speak of candidates if the tag was only moved by hand."""
+    header = HEADER
+    if not any(night.name for night in nights):
+        header = HEADER._replace(decided="when", in_use="before", candidate="now")
+    columns = zip(header, *nights, strict=True)
+    return list(zip(*(column for column in columns if any(column[1:])), strict=True))
 
 
 def nights_of(entries: Iterable[Entry]) -> list[NightRow]:

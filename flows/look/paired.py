@@ -8,7 +8,7 @@ paired.first.order(Selection(sort="change", descending=True))
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.schemas.refs import check_name, parse
+from quiver.schemas.refs import Ref, check_name, parse
 from quiver.stages.core.lineage import pair_prompts, prompts_of
-from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store import Store, Version, marks
+from quiver.stages.core.store.listing import EXPIRED, REMOVED
 
 from .joined import Joined, open_joined
 
@@ -144,7 +145,7 @@ def _newest_first(store: Store, name: str) -> Iterator[Version]:
         if numbers := store.numbers(check_name(name, "run"), "evaluations"):
             yield store.open(f"{name}/evaluations@{numbers[-1]}")
             return
-        raise LineageError(f"run {name}", "has no evaluation yet", next="quiver evaluate RECIPE")
+        raise _no_evaluation(store, f"run {name}", [name])
     ref = parse(name)
     if ref.kind == "evaluations":
         yield store.open(ref)
@@ -162,9 +163,26 @@ def _newest_first(store: Store, name: str) -> Iterator[Version]:
         if (model := version.manifest.model("policy")) and model.ref == str(policy)
     ]
     if not evaluations:
-        raise LineageError(
-            str(policy),
-            "has no evaluation yet",
-            next=f"quiver evaluate RECIPE --policy {policy}",
-        )
+        raise _no_evaluation(store, str(policy), store.runs(), str(policy))
     yield from sorted(evaluations, key=lambda each: each.manifest.created, reverse=True)
+
+
+def _no_evaluation(
+    store: Store, name: str, runs: Iterable[str], policy: str | None = None
+) -> LineageError:
+    """Build the error for `name`, a policy or a run, without an evaluation in `runs`. It names the
+    newest one whose data were deleted."""
+    gone = []
+    for run in runs:
+        for number in store.listing(run, "evaluations").numbers:
+            version = store.version(Ref(run, "evaluations", number))
+            model = version.manifest.model("policy")
+            if policy is None or (model and model.ref == policy):
+                gone.append(version)
+    problem = "has no evaluation yet"
+    if gone:
+        newest = max(gone, key=lambda version: version.manifest.created)
+        if error := marks.gone_error(store.storage, newest.ref, (REMOVED, EXPIRED)):
+            problem = f"has no evaluation any more: {newest.ref} {error.message}"
+    of_policy = f" --policy {policy}" if policy else ""
+    return LineageError(name, problem, next=f"quiver evaluate RECIPE{of_policy}")

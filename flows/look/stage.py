@@ -40,10 +40,12 @@ FILE = "report.html"
 _MOST_PARTS = 6
 
 
-def default_path(store: str, run: str) -> Path:
-    """Return where the report of `run` is written: into the run's folder; if the store is a bucket,
-    into the current folder."""
-    return Path(f"{run}.html").absolute() if is_url(store) else Path(locate(store), run, FILE)
+def default_path(store: str, run: str, name: str = FILE) -> Path:
+    """Return where a report of `run` is written: the file `name` in the run's folder. If the store
+    is a bucket, the current folder gets it, under all of its URL, such as
+    `s3+bucket+rl+arith+report.html`."""
+    path = f"{locate(store)}/{run}/{name}"
+    return Path(path.replace("://", "+").replace("/", "+") if is_url(store) else path).absolute()
 
 
 def write(

@@ -96,8 +96,10 @@ def _summary(evaluation: Version) -> dict[str, Any]:
 
 
 def _notes(store: Store, a: Version, b: Version, config_a: Config, config_b: Config) -> list[str]:
-    """Return notes on differences that may explain the numbers."""
+    """Return notes on what may explain the numbers, such as differences of the configs."""
     notes = []
+    if a.ref == b.ref:
+        notes.append("A and B are the same evaluation")
     if config_a.threshold != config_b.threshold:
         notes.append(
             f"a sample is correct from {config_a.threshold:g} in A, from {config_b.threshold:g} in "

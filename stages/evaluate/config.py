@@ -21,13 +21,16 @@ class Config(Base):
     """For each k: the unbiased estimate that at least one of k samples is correct. Prompts with
     fewer samples are left out."""
     threshold: float = 1.0
-    """Smallest score of a correct sample."""
+    """A sample with at least this score is correct. `k` and the turns to success of episodes count
+    correct samples; the mean score does not. The default, 1, fits a `score` of 0 for wrong and 1
+    for right. Lower it for a score that rarely reaches 1, such as a sum with weights below 1."""
     unscored: Literal["worst", "zero", "leave_out"] = "zero"
-    """Score of an answer that a limit cut off (max_tokens, max_turns, …) and that no scorer gave a
-    number. `zero`: 0. `worst`: the lowest score here and in the baseline, at most 0; for rewards
-    that can be negative. `leave_out`: none, which favours a policy that is cut more often; for a
-    part that does not apply to every prompt. Rows whose scorer or environment failed are always
-    left out."""
+    """Score of an answer that a limit (max_tokens, max_turns, …) cut off, if no scorer gave it a
+    number. `zero`: it counts as 0. `worst`: it counts as the lowest score here and in the baseline,
+    at most 0; choose this if rewards can be negative, since 0 would then be a good score.
+    `leave_out`: it does not count; choose this if `score` is a part that does not apply to every
+    prompt, and note that it favours a policy that is cut off more often. Rows whose scorer or
+    environment failed never count."""
 
     @field_validator("k")
     @classmethod

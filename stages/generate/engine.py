@@ -155,7 +155,7 @@ ENGINES = {
     ),
     "scripted": Entry(
         "quiver.stages.generate.engines.scripted:ScriptedEngine",
-        "no model: a small function of prompt and seed; for trying a recipe in a second",
+        "no model: a small function of prompt and seed; to try stages in a second, not to train",
         ScriptedOptions,
     ),
 }

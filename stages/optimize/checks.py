@@ -72,6 +72,7 @@ def check_lineage(config: Config, store: Store, version: RolloutSet) -> list[str
                 f"sampled by {sampler.ref}, whose {part} differs from {allowed[-1].ref}'s",
                 next="generate with the starting checkpoint, or start from the one that sampled",
             )
+    refuse_scripted(str(rollouts.ref), rollouts.manifest.config.get("engine"), config)
     prox = version.inputs.get("prox")
     if prox is not None:
         _check_prox(config, version, prox)
@@ -100,6 +101,21 @@ def check_lineage(config: Config, store: Store, version: RolloutSet) -> list[str
             "recipe does by itself",
         )
     return biased
+
+
+def refuse_scripted(name: str, engine: str | None, config: Config) -> None:
+    """Raise ConfigError if the audit would compare logprobs that engine `scripted` made up.
+
+    `name`: the rollouts, or the key that names the engine.
+    """
+    if engine == "scripted" and config.audit.enabled:
+        raise ConfigError(
+            name,
+            "a script answers in place of the policy, and its logprobs are made up: optimize "
+            "compares them with the policy's, and would stop",
+            next='set generate.engine = "vllm" or "transformers"; only to try the stages out, set '
+            "optimize.audit.enabled = false",
+        )
 
 
 def _check_prox(config: Config, version: RolloutSet, prox: Version) -> None:

@@ -38,8 +38,8 @@ _COMPLETION = "0"
 class Reads(NamedTuple):
     """Columns of the source that the rewards read."""
 
-    by_name: set[str]
-    """Columns that some scorer asks for by name."""
+    by_name: dict[str, str]
+    """Names of columns and fields (`a.b`) that some scorer asks for, each with its column."""
     may_be_all: bool
     """True if a scorer may read any other column too: a function with `**columns`, a server."""
 
@@ -49,7 +49,7 @@ def preview(config: Config, columns: Iterable[str]) -> Reads:
     scorer is missing, or if it asks by name for a missing column."""
     with_fingerprints(config)
     columns = [*columns]
-    by_name: set[str] = set()
+    names: set[str] = set()
     may_be_all = False
     for function in config.functions:
         callee = _callee(function)
@@ -62,13 +62,13 @@ def preview(config: Config, columns: Iterable[str]) -> Reads:
         parameters = {*(takes or about.needs), *function.columns} - function.arguments.keys()
         if function.style == "verl":
             parameters |= VERL_COLUMNS.keys() - function.arguments.keys()
-        for column in (column_of(parameter, function, columns) for parameter in parameters):
-            by_name.add(column if column in columns else column.partition(".")[0])
+        names |= {column_of(parameter, function, columns) for parameter in parameters}
         may_be_all |= takes is None and function.style == "quiver"
     for server in config.servers:
-        by_name |= {*(server.columns or ()), server.label, *fields(server.rubric)}
+        names |= {*(server.columns or ()), server.label, *fields(server.rubric)}
         may_be_all |= server.dialect == "quiver" and server.columns is None
-    return Reads(by_name.intersection(columns), may_be_all)
+    by_name = {name: name if name in columns else name.partition(".")[0] for name in names}
+    return Reads({name: of for name, of in by_name.items() if of in columns}, may_be_all)
 
 
 def _callee(config: FunctionConfig) -> Any:

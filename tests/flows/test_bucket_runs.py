@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from quiver.flows.look.joined import open_joined
+from quiver.flows.look.pages import link_report
 from quiver.flows.verification import verify
 from quiver.stages.core.run.runner import Call, find_or_make
 from quiver.stages.core.store import Store
@@ -20,6 +21,7 @@ from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from tests.benchmarks.made import make_prompts, make_rollouts
 from tests.faults.proxy import Proxy
 from tests.flows.conftest import QUICK, command_environment, quiver, stay_here, write_recipe
+from tests.flows.test_pages import shown
 from tests.stages.core.store.histories import make_policy
 from tests.warm import REAL_PYTHON
 
@@ -128,6 +130,12 @@ def test_everything_is_whole(told):
 def test_a_report_is_written_here(place, told):
     path = Path(told("report", "tiny")["file"])
     assert path.parent == place.folder and "tiny/policy@2" in path.read_text()
+
+
+def test_the_link_to_a_report_leads_here_and_not_into_the_bucket(place, told, api, monkeypatch):
+    monkeypatch.chdir(place.folder)
+    link = shown(lambda: link_report(place.url, "tiny", "https://files.example"))["report-tiny"]
+    assert f"({place.folder.as_uri()}/s3" in link["data"]
 
 
 def test_a_view_without_a_terminal_is_a_table(told):

@@ -373,8 +373,5 @@ def test_a_retry_scores_what_has_no_reward(store, plain):
 
 def test_a_run_that_another_recipe_began_is_told_with_the_keys_that_differ(plain, caplog):
     finished(load("recipe.toml", ["seed=8"]).resolved())
-    problem = (
-        "run tiny has tiny/prompts@1, made with other settings than this recipe's: seed was 7 and "
-        "is 8."
-    )
-    assert problem in caplog.text
+    assert "run tiny has tiny/prompts@1, made with other settings" in caplog.text
+    assert "\n  seed was 7 and is 8" in caplog.text

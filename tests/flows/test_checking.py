@@ -151,6 +151,19 @@ def test_errors_are_those_of_a_run(folder, rows, settings):
     assert of_check.value.to_dict() == of_run.value.to_dict()
 
 
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ("generate.max_model_len=22", "prompts leave no room: .* the context of 22"),
+        ("evaluate.generate.max_model_len=22", "3 of 3 prompts leave no room"),
+        ("generate.sampling.stop_token_ids=[999]", "999 is outside the vocabulary"),
+    ],
+)
+def test_prompts_that_generate_would_refuse_are_refused(folder, setting, problem):
+    with pytest.raises(ConfigError, match=problem):
+        check(setting, "iterations=1")
+
+
 def test_rows_that_no_iteration_takes_are_not_looked_at(folder):
     """The shuffle of seed 7 begins with other rows than the last one."""
     rows = [json.loads(line) for line in Path("questions.jsonl").read_text().splitlines()]
@@ -281,21 +294,41 @@ def test_a_first_iteration_of_another_recipe_is_told_with_the_keys_that_differ(f
         "The run adds its own versions to these; to keep them apart, give the run another name: "
         "--set run=NAME"
     )
-    heavy = "reward.functions=[{use='rewards.py:evenness', weight=2, timeout_seconds=9}]"
+    one = "{use='rewards.py:evenness', weight=2, timeout_seconds=9}"
+    heavy = f"reward.functions=[{one}]"
+    other = f"reward.functions=[{one}, {{use='length', arguments={{target=3}}}}]"
     for ref, changes, *settings in (
         (
             "tiny/rollouts@1",
-            "sampling.temperature was 1.0 and is 0.5",
+            ["sampling.temperature was 1.0 and is 0.5"],
             "generate.sampling.temperature=0.5",
         ),
-        ("tiny/prompts@1", "limit was 4 and is 2, seed was 7 and is 8", "seed=8", "data.limit=2"),
-        ("tiny/prompts@1", "system was not set and is Be short.", "prompt.system='Be short.'"),
-        ("tiny/rewards@1", "functions.0.weight was 1.0 and is 2.0", heavy),
+        (
+            "tiny/prompts@1",
+            ["limit was 4 and is 2", "seed was 7 and is 8"],
+            "seed=8",
+            "data.limit=2",
+        ),
+        ("tiny/prompts@1", ["system was not set and is Be short."], "prompt.system='Be short.'"),
+        (
+            "tiny/prompts@1",
+            [f"system was not set and is {('Be short. ' * 6).strip()}…"],
+            f"prompt.system={'Be short. ' * 12!r}",
+        ),
+        ("tiny/rewards@1", ["functions.0.weight was 1.0 and is 2.0"], heavy),
+        (
+            "tiny/rewards@1",
+            [
+                "functions.0.weight was 1.0 and is 2.0",
+                "functions.1 was not set and is "
+                "{'name': 'length', 'weight': 1.0, 'extra': False, 'fingerpr…",
+            ],
+            other,
+        ),
     ):
-        told = (
-            f"run tiny has {ref}, made with other settings than this recipe's: {changes}. {beside}"
-        )
-        assert check(*here, *settings).answer["warnings"] == [told]
+        told = f"run tiny has {ref}, made with other settings than this recipe's. {beside}"
+        lines = [told, *(f"  {change}" for change in changes)]
+        assert check(*here, *settings).answer["warnings"] == ["\n".join(lines)]
     assert check(*here, "run='fresh'", "seed=8").answer["warnings"] == []
 
 
@@ -310,13 +343,11 @@ def test_a_key_that_the_first_iteration_had_and_the_recipe_has_not_is_told(folde
         config = before.prompt_config(iteration)
         run_stage("prompt", config, before.store, policy=policy, in_process=True)
     (told,) = check().answer["warnings"]
-    changes = (
-        "template_arguments.a was 1 and is not set, curriculum.low was 0.2 and is not set, "
-        "curriculum.high was 0.8 and is not set"
-    )
-    assert (
-        f"tiny/prompts@1, made with other settings than this recipe's: {changes}. The run" in told
-    )
+    assert told.startswith("run tiny has tiny/prompts@1, made with other settings")
+    assert told.splitlines()[1:] == [
+        "  template_arguments.a was 1 and is not set",
+        "  curriculum was {'low': 0.2, 'high': 0.8} and is not set",
+    ]
 
 
 def test_a_critic_that_cannot_start_is_refused_as_the_run_refuses_it(folder):
@@ -648,6 +679,14 @@ WARNINGS = {
         "evaluate.every is 3, and the run has 2 iterations: it is measured before the first and "
         "after the last"
     ),
+    "generate.engine=scripted optimize.audit.enabled=false": (
+        "generate.engine is scripted: a script answers in place of the policy, so rewards and "
+        "scores say nothing about the policy"
+    ),
+    "evaluate.generate.engine=scripted": (
+        "evaluate.generate.engine is scripted: a script answers in place of the policy, so rewards "
+        "and scores say nothing about the policy"
+    ),
     "data.raw_text=true prompt.template=chat.jinja": (
         "prompt.template is not used: the rows are not chats"
     ),
@@ -690,6 +729,42 @@ def test_empty_cells_of_a_column_that_the_reward_reads_are_counted(folder):
         "column answer, which the reward reads, is empty in 3 of 8 rows"
     ]
     assert check(rewarded("rewards.py:letters"), "data.held_out=null").answer["warnings"] == []
+    write_rows([{"question": f"{n} more?", "answer": empty.get(n)} for n in range(4)], "held.jsonl")
+    held_out = "data.held_out={source='held.jsonl'}"
+    assert check(rewarded("exact_match"), held_out).answer["warnings"] == [
+        "column answer, which the reward reads, is empty in 4 of 4 rows of data.held_out",
+        "column answer, which the reward reads, is empty in 3 of 8 rows",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "answers", "warning"),
+    [
+        ("", [["1"], ["1", None], [None]], "answer, which the reward reads, holds nulls in 2"),
+        (
+            "",
+            [{"of": None, "or": ["2"]}, {"of": "1", "or": [None, None]}, {"of": "3"}],
+            "answer, which the reward reads, holds nulls in 2 of 3 rows: answer.of, answer.or",
+        ),
+        (
+            ", columns={answer='answer.of.it'}",
+            [{"of": {"it": "1", "is": None}}, {"of": {"it": ""}}, {"of": None}],
+            "answer.of.it, which the reward reads, is empty in 2",
+        ),
+    ],
+    ids=["list", "object", "field"],
+)
+def test_nulls_inside_cells_that_the_reward_reads_are_counted(folder, columns, answers, warning):
+    write_rows([{"question": f"{n}?", "answer": answer} for n, answer in enumerate(answers)])
+    function = f"reward.functions=[{{use='rewards.py:exact'{columns}}}]"
+    (told,) = check(function, "data.held_out=null", "data.limit=null").answer["warnings"]
+    assert told.startswith(f"column {warning}")
+
+
+def test_nulls_in_fields_that_no_reward_reads_are_left_alone(folder):
+    write_rows([{"question": "1?", "answer": {"of": "1", "is": None}}])
+    function = "reward.functions=[{use='rewards.py:exact', columns={answer='answer.of'}}]"
+    assert check(function, "data.held_out=null", "data.limit=null").answer["warnings"] == []
 
 
 def test_rows_that_stand_there_many_times_are_told(folder):

@@ -47,6 +47,8 @@ def folder(tmp_path_factory):
             "options.tensor_parallel_size belongs to engine vllm, not to transformers",
             "quiver keys generate",
         ),
+        (["generate.engine='scripted'"], {}, "logprobs are made up", "audit.enabled = false"),
+        (["placement.python.optimize='bin/py'"], {}, "optimize bin/py: there is no", "interpreter"),
     ],
 )
 def test_what_could_not_begin_is_refused(

@@ -27,24 +27,33 @@ from tests.tiny import make_folder, tokenizer
 SETTINGS = [*QUICK, "data.held_out=null"]
 
 
-def test_a_recipe_is_tried_from_end_to_end_and_nothing_is_kept(tmp_path, monkeypatch, capfd):
-    """Not even on Prefect's pages: no server is asked."""
+def test_a_recipe_is_tried_from_end_to_end_and_nothing_is_kept(
+    tmp_path, monkeypatch, capfd, caplog
+):
+    """Not even on Prefect's pages: no server is asked. The store that is named is the one that is
+    used."""
     stay_here(write_recipe(tmp_path), monkeypatch)
     before = sorted(path.name for path in Path().iterdir())
     with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{free_port()}/api"}):
-        run(Path("recipe.toml"), iterations=1, dry_run=True, settings=SETTINGS)
+        with caplog.at_level("INFO", "quiver"):
+            run(Path("recipe.toml"), iterations=9, dry_run=True, settings=SETTINGS)
         said = capfd.readouterr()
+        rehearsed = "tiny: rehearsed for 2 iterations in a temporary store, /"
+        assert caplog.messages[0].startswith(rehearsed)
+        assert str(tmp_path / "store") not in caplog.text
         assert "recipe.toml runs from end to end" in said.out
         assert "not on Prefect's pages" not in said.err
         Path("rewards.py").write_text("def evenness(completions):\n    return completions[0].x\n")
-        with pytest.raises(RewardError, match="'str' object has no attribute 'x'"):
+        with pytest.raises(RewardError, match="'str' object has no attribute 'x'") as failed:
             run(Path("recipe.toml"), iterations=1, dry_run=True, settings=SETTINGS)
+        assert failed.value.state == "the temporary store is deleted; nothing was kept."
     after = sorted(path.name for path in Path().iterdir() if path.name != "__pycache__")
     assert after == before
 
 
 def test_the_rehearsal_of_the_demo_is_small_and_keeps_what_decides():
-    recipe = Recipe.load("deployments/recipes/demo.toml", ["optimize.on_length=mask"])
+    tracked = ["optimize.trackers=['wandb']", "optimize.tracker_folder='curves'"]
+    recipe = Recipe.load("deployments/recipes/demo.toml", ["optimize.on_length=mask", *tracked])
     tried = rehearsal(recipe, "elsewhere")
     assert (tried.store, tried.iterations, tried.data.limit) == ("elsewhere", 2, 4)
     assert tried.data.held_out == {"arguments": {"split": "held_out"}, "limit": 4}
@@ -52,7 +61,7 @@ def test_the_rehearsal_of_the_demo_is_small_and_keeps_what_decides():
     assert tried.policy.arguments["model"] == recipe.policy.model
     assert tried.reward.part_names == ["accuracy", "format", "lot"]
     assert (tried.optimize.algorithm, tried.optimize.minibatches) == ("grpo", 4)
-    assert tried.optimize.on_length == "keep"
+    assert (tried.optimize.on_length, tried.optimize.trackers) == ("keep", [])
 
 
 def test_the_small_model_needs_no_reference_or_classifier_of_the_recipes():

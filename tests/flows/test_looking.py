@@ -13,6 +13,7 @@ from quiver.flows.cli import versions
 from quiver.flows.cli.compare import diff
 from quiver.flows.look.describe import score_line
 from quiver.flows.look.episodes import pieces_of
+from quiver.flows.look.stage import default_path
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.manifest import from_json
 from quiver.schemas.refs import Ref
@@ -118,18 +119,29 @@ def test_show_prints_the_manifest_of_what_expired_with_its_mark(store, tmp_path,
     assert answer["expired"] == mark and mark.endswith("gc, keep = 1")
 
 
-def test_the_report_of_a_policys_line_lies_beside_that_of_the_run(store, tmp_path, capsys):
+def test_each_question_about_a_run_has_a_report_of_its_own(store, tmp_path, capsys):
     shutil.copytree(store, tmp_path / "store")
     for named in ("golden", "golden/policy@1"):
-        versions.report(named, None, None, str(tmp_path / "store"))
-    of_run, of_policy = map(Path, capsys.readouterr().out.split())
+        for beside in (None, "own"):
+            versions.report(named, beside, None, str(tmp_path / "store"))
+    of_run, compared, of_policy, policy_compared = map(Path, capsys.readouterr().out.split())
     assert [of_run.name, of_policy.name] == ["report.html", "report-policy-1.html"]
+    assert compared.name == "report-beside-own.html"
+    assert policy_compared.name == "report-policy-1-beside-own.html"
     assert "golden/policy@0 to golden/policy@2." in of_run.read_text()
     assert "golden/policy@0 to golden/policy@1." in of_policy.read_text()
     assert "Not shown" not in of_run.read_text()
     assert "Not shown: golden/policy@2, where" in of_policy.read_text()
     with pytest.raises(ConfigError, match="a report shows a run or the line of a policy"):
         versions.report("golden/rewards@1", None, None, str(tmp_path / "store"))
+
+
+def test_reports_of_runs_in_buckets_go_into_different_files_here():
+    stores = ("s3://a/rl", "gs://a/rl", "s3://a", "s3://b/rl")
+    paths = {default_path(url, run) for url in stores for run in ("rl", "tiny")}
+    paths |= {default_path(stores[0], "tiny", "report-policy-3.html")}
+    assert len(paths) == 9 and {path.parent for path in paths} == {Path.cwd()}
+    assert default_path("s3://a/rl", "tiny").name == "s3+a+rl+tiny+report.html"
 
 
 def test_the_json_of_ls_and_show_holds_what_it_held(store, in_json):

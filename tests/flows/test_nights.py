@@ -4,7 +4,7 @@ import pytest
 
 from quiver.flows.look import stage as report
 from quiver.flows.look.gather import gather
-from quiver.flows.look.nights import NightRow, nights_of
+from quiver.flows.look.nights import HEADER, NightRow, nights_of, table_of
 from quiver.stages.core.store.tags import Entry
 from quiver.stages.evaluate.stage import Config
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, tiny_policy
@@ -56,6 +56,20 @@ def test_a_row_a_decision_and_rejected_nights_are_rows_too():
             "the one before is better",
         ),
     ]  # fmt: skip
+
+
+def test_a_tag_that_was_moved_by_hand_has_no_columns_of_nights():
+    by_hand = [
+        entry(None, "a/policy@1", "", author="ada"),
+        entry("a/policy@1", "a/policy@2", "reads better", author="ada"),
+    ]
+    when = "2026-11-20 02:30"
+    assert table_of(nights_of(by_hand)) == [
+        ("when", "before", "now", "decision", "who", "why"),
+        (when, "none", "a/policy@1", "set by hand", "ada", ""),
+        (when, "a/policy@1", "a/policy@2", "set by hand", "ada", "reads better"),
+    ]
+    assert table_of(nights_of(ENTRIES)) == [HEADER, *nights_of(ENTRIES)]
 
 
 @pytest.mark.parametrize(

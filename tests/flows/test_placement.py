@@ -10,7 +10,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from quiver.flows import nightly
 from quiver.flows.calls import by_hand
-from quiver.flows.placement import check_pools, trains_here, where_of
+from quiver.flows.placement import check_places, trains_here, where_of
 from quiver.flows.pool import answer_in, for_workers
 from quiver.flows.post_train import Chain
 from quiver.flows.recipe import load
@@ -32,22 +32,22 @@ def recipe(tmp_path):
 
 def test_a_pool_needs_a_server_and_a_store_that_all_see(recipe, tmp_path):
     placement = recipe("placement.generate='gpu-pool'").placement
-    check_pools(recipe().placement, "store")
+    check_places(recipe().placement, "store")
     with (
         temporary_settings(restore_defaults={PREFECT_API_URL}),
         pytest.raises(ConfigError) as caught,
     ):
-        check_pools(placement, "store")
+        check_places(placement, "store")
     assert (caught.value.object, caught.value.next[:20]) == (
         "placement.generate gpu-pool",
         "prefect server start",
     )
     with temporary_settings(SERVER):
         with pytest.raises(ConfigError, match="relative") as caught:
-            check_pools(placement, "store")
+            check_places(placement, "store")
         assert caught.value.object == "store"
         assert str(Path("store").absolute()) in caught.value.next
-        check_pools(placement, str(tmp_path))
+        check_places(placement, str(tmp_path))
 
 
 def test_each_stage_has_its_place(recipe):

@@ -88,7 +88,7 @@ def test_again_is_already_done(workplace, result, tmp_path):
     "already done"."""
     before = names(Store(workplace / "store"))
     nowhere = [
-        f"placement.python.{stage}='/nonexistent'"
+        f"placement.python.{stage}='/bin/false'"
         for stage in ("policy", "prompt", "generate", "reward", "optimize")
     ]
     options = [part for setting in nowhere for part in ("--set", setting)]

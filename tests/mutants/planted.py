@@ -334,8 +334,8 @@ PLANTED = (
     Planted(
         "keys_that_are_gone",
         "flows/preflight.py",
-        "for path in asked | before",
-        "for path in asked",
+        "for key in tables[1] | tables[0]",
+        "for key in tables[1]",
         (
             "tests/flows/test_checking.py::"
             "test_a_key_that_the_first_iteration_had_and_the_recipe_has_not_is_told",

@@ -26,6 +26,7 @@ from quiver.flows.look.templates import page
 from quiver.schemas.errors import QuiverError
 from quiver.stages.core.run.call import Call, Outcome
 from quiver.stages.core.store import Store
+from quiver.stages.core.store.places import is_url
 
 from .events import version_events
 from .text import attempt, key, picture
@@ -46,7 +47,7 @@ def link_report(store: str, run: str, url: str | None, policy: str | None = None
     with attempt(f"the report of {run}"):
         path = report.write(Store(store, create=False), run, policy=policy)
         link = path.as_uri()
-        if url:
+        if url and not is_url(store):  # the report of a store in a bucket is a file of this host
             link = f"{url.rstrip('/')}/{run}/{report.FILE}"
         if FlowRunContext.get() is None:
             return

@@ -448,7 +448,9 @@ class Store:
             return parsed._replace(version=numbers[-1])
         entry = self._tag(parsed.run, parsed.version).newest()
         if entry is None:
-            raise self._nowhere(parsed, f"run {parsed.run} has no tag {parsed.version}")
+            others = ", ".join(self.tag_names(parsed.run))
+            problem = f"run {parsed.run} has no tag {parsed.version}"
+            raise self._nowhere(parsed, f"{problem}, only {others}" if others else problem)
         tagged = refs.parse(entry.ref)
         if tagged.kind != parsed.kind:
             raise self._nowhere(parsed, f"tag {parsed.version} points at {tagged}")

@@ -1,8 +1,8 @@
 """Engine `scripted`: answers with a small function of (prompt ids, seed), without model or torch.
 
 A flow with it runs in a second. It is the shipped test double: real code under the real stage,
-deterministic, and able to script every shape of answer. Its logprobs are invented, so do not judge
-a policy by training on them.
+deterministic, and able to script every shape of answer. Its logprobs are invented: training on them
+is refused unless `optimize.audit.enabled` is false, and then says nothing about the policy.
 
     [generate]
     engine = "scripted"

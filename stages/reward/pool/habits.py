@@ -109,7 +109,7 @@ def given(config: FunctionConfig, takes: Iterable[str] | None, batch: Batch) -> 
         takes = [*known, *config.columns]
     columns = {}
     for parameter in dict.fromkeys(takes):
-        cells = _find(column_of(parameter, config, batch), batch)
+        cells = cells_of(column_of(parameter, config, batch), batch)
         if cells is not None and parameter not in config.arguments:
             columns[parameter] = cells
     if config.completions == "messages":
@@ -121,11 +121,13 @@ def given(config: FunctionConfig, takes: Iterable[str] | None, batch: Batch) -> 
     return columns
 
 
-def _find(column: str, batch: Batch) -> list[Any] | None:
+def cells_of(column: str, batch: Batch) -> list[Any] | None:
+    """Return the cells of a column of `batch`, or of a field `a.b` of column a; None if there is no
+    such column."""
     if column in batch:
         return batch[column]
     outer, dot, field = column.rpartition(".")
-    cells = _find(outer, batch) if dot else None
+    cells = cells_of(outer, batch) if dot else None
     if cells is None:
         return None
     return [cell.get(field) if isinstance(cell, Mapping) else None for cell in cells]

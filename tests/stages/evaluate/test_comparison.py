@@ -10,6 +10,10 @@ from typer.main import get_command
 from quiver.flows.cli.main import app
 from quiver.flows.look.paired import find_evaluations
 from quiver.schemas.errors import ConfigError, LineageError
+from quiver.schemas.refs import Ref
+from quiver.stages.core.store import marks
+from quiver.stages.core.store.listing import EXPIRED
+from quiver.stages.core.store.retention import remove
 from quiver.stages.evaluate.comparison import compare
 from quiver.stages.evaluate.estimators import bootstrap_interval
 from quiver.stages.model.checkpoints import model_entry
@@ -127,6 +131,34 @@ def test_compare_through_the_command_line(store, evaluated, capsys):
     assert caught.value.next == "quiver evaluate RECIPE"
     with pytest.raises(ConfigError, match="expected a version of evaluations or policy"):
         command("compare", "first", "first.eval/rollouts@1", *in_store)
+
+
+def test_an_evaluation_that_is_compared_with_itself_is_told(store, evaluated):
+    evaluated("first", BEFORE)
+    answer = compare(store, *find_evaluations(store, "first", "tiny/policy@0"))
+    assert answer["notes"] == ["A and B are the same evaluation"]
+
+
+def test_evaluations_that_were_deleted_are_named_with_the_command_that_makes_them_again(
+    store, evaluated
+):
+    for run in ("first", "second"):
+        evaluated(run, BEFORE)
+    remove(store, "first/evaluations@1", "too old")
+    marks.write(store.storage, Ref("second", "evaluations", 1), EXPIRED, "gc, keep = 1")
+    for named, gone, why, next in (
+        ("first", "first/evaluations@1", "was removed on purpose: .*too old", ""),
+        ("second", "second/evaluations@1", "its files expired: .*gc, keep = 1", ""),
+        (
+            "tiny/policy@0",
+            "second/evaluations@1",
+            "its files expired",
+            " --policy tiny/policy@0",
+        ),
+    ):
+        with pytest.raises(LineageError, match=f"has no evaluation any more: {gone} {why}") as told:
+            find_evaluations(store, named, named)
+        assert told.value.next == f"quiver evaluate RECIPE{next}"
 
 
 def test_a_policy_measured_twice_is_compared_on_the_prompts_of_the_other(store, evaluated):

@@ -147,6 +147,14 @@ def test_the_kl_is_of_the_references_logprobs(store, policy, made):
     assert row["loss"] == pytest.approx(row["policy_loss"] + 0.1 * row["kl_loss"])
 
 
+def test_answers_of_a_script_are_refused_unless_nothing_is_audited(store, policy):
+    """The audit could only find that their logprobs are not the policy's, and not why."""
+    made = world.by_engine(store, policy, engine="scripted")
+    with pytest.raises(ConfigError, match=f"{made[0].ref}.*logprobs are made up"):
+        _run(store, policy, made)
+    assert _run(store, policy, made, _config(audit={"enabled": False})).ref.version == 1
+
+
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_the_audit_stops_before_anything_changes(store, policy, minibatches):
     """As if the engine had reported logprobs of another temperature."""

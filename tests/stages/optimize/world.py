@@ -101,11 +101,21 @@ def rows_of(policy: Version, groups: int, each: int, **options) -> list[dict]:
 
 
 def by_engine(
-    store, policy, *, groups=4, each=4, seed=0, temperature=0.8, tokens=9, low=2, high=14
+    store,
+    policy,
+    *,
+    engine="transformers",
+    groups=4,
+    each=4,
+    seed=0,
+    temperature=0.8,
+    tokens=9,
+    low=2,
+    high=14,
 ) -> tuple[Version, Version]:
-    """Rollouts of the transformers engine, and their rewards."""
+    """Rollouts of a shipped engine, and their rewards."""
     config = {
-        "engine": "transformers",
+        "engine": engine,
         "device": "cpu",
         "samples_per_prompt": each,
         "dtype": "float32",

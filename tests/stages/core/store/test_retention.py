@@ -4,6 +4,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -142,12 +143,16 @@ def test_what_the_command_says(store, capsys):
 
     *rows, last = said(grace_hours=24)
     assert [row.split()[0] for row in rows] == gone and rows[-1].split()[1] == "optimizer"
-    assert last.startswith("0 B would be deleted; ") and "kB would be left" in last
-    assert "24 hours after they expired" in last and expired_files(store) == []
-    *rows, last = said(grace_hours=24, apply=True)
-    assert len(rows) == 5 and last.startswith("0 B deleted; ") and "kB left" in last
+    left = r"\d.*B {} left for quiver gc --apply to delete {} after they expired"
+    assert re.fullmatch(f"nothing would be deleted; {left.format('would be', '24 hours')}", last)
+    assert expired_files(store) == []
+    *rows, last = said(grace_hours=1, apply=True)
+    assert len(rows) == 5
+    assert re.fullmatch(f"nothing was deleted; {left.format('is', '1 hour')}", last)
     (last,) = said(grace_hours=0, apply=True)
-    assert "kB deleted; 0 B left" in last and expired_files(store) == []
+    assert re.fullmatch(r"\d.* kB was deleted", last) and expired_files(store) == []
+    assert said(grace_hours=0, apply=True) == ["nothing was deleted"]
+    assert said(grace_hours=0) == ["nothing would be deleted"]
 
 
 # -- when it goes

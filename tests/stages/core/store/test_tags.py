@@ -334,6 +334,13 @@ def test_what_lies_beside_entries_is_no_entry(store, versions):
     assert path_of(store, 2).exists()
 
 
+def test_a_misspelt_tag_is_answered_with_the_tags_there_are(store, versions):
+    for name in ("best", "prod"):
+        store.tag("a", name, versions[0])
+    with pytest.raises(LineageError, match="run a has no tag rpod, only best, prod; there are a/"):
+        store.resolve("a/logprobs@rpod")
+
+
 def test_a_tag_whose_folder_was_deleted_by_hand_is_gone(store, versions):
     """Nothing keeps the versions that it pointed at."""
     store.tag("a", "prod", versions[0])
