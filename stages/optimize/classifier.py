@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import ModelEntry
 from quiver.schemas.plain import flatten
+from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Version
 from quiver.stages.model import checkpoints
 from quiver.stages.model.folder import parse_object
@@ -28,6 +29,7 @@ from .config import Config
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import ModuleDict
     from transformers import PreTrainedModel
 
 FOLDERS = {"trunk": "value_head", "model": "critic"}
@@ -101,6 +103,24 @@ def difference(about: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
         if are_numbers and number != other and not _WITHOUT_EFFECT.search(key):
             return f"has {printable(key)} {number}, expected {other}"
     return ""
+
+
+def start_of(config: Config, plan: Plan, critic: ModuleDict) -> dict[str, Tensor] | None:
+    """Return the weights that a training's new critic starts from; None if it has its own.
+
+    Raises ConfigError if the classifier does not fit, or has changed since the plan.
+    """
+    found = find_classifier(config, plan.store.open, plan.inputs["policy"], remembered=False)
+    if found is None:
+        return None
+    folder, entry = found
+    if entry not in plan.models:
+        raise ConfigError(
+            f"optimize.critic_from {entry.ref}",
+            "has changed since this training was planned",
+            next="run again",
+        )
+    return read_classifier(folder, entry.ref, critic["trunk"])
 
 
 def read_classifier(folder: Path, name: str, trunk: PreTrainedModel) -> dict[str, Tensor]:

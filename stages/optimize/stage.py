@@ -187,7 +187,7 @@ def _load_trainer(
 
     from . import critic
     from .accelerator import trainer_of
-    from .classifier import read_classifier
+    from .classifier import start_of
     from .lora import load_with_adapters
     from .optimizer import load_optimizer_state, read_tensors
 
@@ -216,22 +216,7 @@ def _load_trainer(
         state = read_tensors(policy, OPTIMIZER_FOLDER)
         load_optimizer_state(trainer.optimizer, model, state)
     if critic_kind:
-        start = None
-        if classifier := find_classifier(config, plan.store.open, policy, remembered=False):
-            folder, entry = classifier
-            if entry not in plan.models:
-                raise ConfigError(
-                    f"optimize.critic_from {entry.ref}",
-                    "has changed since this training was planned",
-                    next="run again",
-                )
-            start = read_classifier(folder, entry.ref, trainer.critic["trunk"])
-        critic.resume(
-            trainer.critic,
-            trainer.optimizer,
-            policy,
-            critic_kind,
-            moments=config.load_optimizer,
-            start=start,
-        )
+        start = start_of(config, plan, trainer.critic)
+        options = {"moments": config.load_optimizer, "start": start}
+        critic.resume(trainer.critic, trainer.optimizer, policy, critic_kind, **options)
     return trainer

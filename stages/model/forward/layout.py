@@ -271,14 +271,10 @@ def make_layout(
     if len(after.restarts):
         spans = cut_spans(spans, after.restart_indices(completion_starts))
     blocks, gather = make_blocks(spans, device)
-    positions = _tensor(_positions(spans), device)[None]
-    at_completions = rows, completion_starts
-    pictures = in_strip(sequences.pictures, at_prompts, at_completions, positions.shape[1], device)
-    if pictures is not None and pictures.shifts is not None:
-        positions = positions + pictures.shifts[:, None]
+    shown = in_strip(sequences.pictures, at_prompts, (rows, completion_starts), len(gather), device)
     return Layout(
         ids=_tensor(np.concatenate(segments, dtype=np.int64), device)[None],
-        positions=positions,
+        positions=_positions(spans, shown, device),
         blocks=blocks,
         gather=gather,
         rows=torch.from_numpy(rows),
@@ -287,7 +283,7 @@ def make_layout(
         temperature=_tensor(np.repeat(sequences.temperature.numpy()[rows], target_counts), device),
         runs=make_runs(spans, device) if varlen else None,
         sequence_lengths=tuple(spans.lengths.tolist()) if len(after.restarts) else (),
-        pictures=pictures,
+        pictures=shown,
     )
 
 
@@ -314,10 +310,16 @@ def make_spans(counts: np.ndarray, prompt_lengths: np.ndarray, input_lengths: np
     return Spans(*spans[:, lengths > 0])
 
 
-def _positions(spans: Spans) -> np.ndarray:
-    """Return [L] int64: the position of each token of the strip in its own sequence."""
+def _positions(
+    spans: Spans, pictures: PicturesInStrip | None, device: torch.device | str
+) -> Tensor:
+    """Return the position of each token of the strip in its own sequence: [1, L] int64, or
+    [3, 1, L] with pictures that take positions of three axes."""
     index_minus_position = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
-    return np.arange(len(index_minus_position)) - index_minus_position
+    positions = np.arange(len(index_minus_position)) - index_minus_position
+    plain = _tensor(positions, device)[None]
+    has_axes = pictures is not None and pictures.shifts is not None
+    return plain + pictures.shifts[:, None] if has_axes else plain
 
 
 def cut_spans(spans: Spans, restarts: np.ndarray) -> Spans:
