@@ -30,6 +30,7 @@ from quiver.stages.reward.stage import Config as RewardConfig
 from .first_rows import Answered, Prompts, Source
 from .recipe import Recipe
 from .sections import Data, Generate, Optimize, Prompt
+from .slots import visible_gpus
 
 _ROWS_AT_ONCE = 16
 """Rows converted to Python objects at a time, because pictures are large."""
@@ -168,7 +169,8 @@ def about_prompts(prompt: Prompt, source: Data, prompts: Mapping[str, Prompts]) 
 
 
 def about_engines(recipe: Recipe) -> Iterator[str]:
-    """Yield warnings about engines that answer without the policy."""
+    """Yield warnings about engines that answer without the policy, and about GPUs that are not
+    seen."""
     engines = {"generate": recipe.generate.engine}
     if recipe.data.held_out is not None:
         engines["evaluate.generate"] = recipe.evaluate.generate.get("engine")
@@ -177,6 +179,12 @@ def about_engines(recipe: Recipe) -> Iterator[str]:
             yield (
                 f"{section}.engine is scripted: a script answers in place of the policy, so "
                 "rewards and scores say nothing about the policy"
+            )
+    for stage in ("generate", "logprobs", "optimize"):
+        is_here = stage not in recipe.placement.pools
+        if is_here and getattr(recipe, stage).device == "cuda" and not visible_gpus():
+            yield (
+                f"{stage}.device is cuda, and this machine shows no GPU: the stage would fail here"
             )
 
 

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.flows.look.joined import ANSWERS
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, SchemaError, printable
 from quiver.stages.core.config import Config
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store, Version
@@ -249,7 +249,11 @@ def first_rows(
             prompts[section] = _made("prompt", source.first, store, policy=policy)
             rows.prompts[section] = Prompts.of(prompts[section], policy, recipe.prompt.system)
             sampled = recipe.generate_config(1, evaluation=section == "data.held_out")
-            select_prompts(sampled, prompts[section], policy)  # raises what generate would
+            try:
+                select_prompts(sampled, prompts[section], policy)  # raises what generate would
+            except (ConfigError, SchemaError) as error:
+                error.object = error.object.replace(str(prompts[section].ref), section)
+                raise
         if not is_answered:
             return rows
         single = sources["data"].first.model_copy(update={"first": 1})

@@ -152,16 +152,23 @@ def test_errors_are_those_of_a_run(folder, rows, settings):
 
 
 @pytest.mark.parametrize(
-    ("setting", "problem"),
+    ("settings", "problem"),
     [
-        ("generate.max_model_len=22", "prompts leave no room: .* the context of 22"),
-        ("evaluate.generate.max_model_len=22", "3 of 3 prompts leave no room"),
-        ("generate.sampling.stop_token_ids=[999]", "999 is outside the vocabulary"),
+        (
+            ["generate.max_model_len=22", "data.held_out=null"],
+            "data 000001: 4 of 4 prompts leave no room: .* the context of 22",
+        ),
+        (
+            ["evaluate.generate.max_model_len=22"],
+            "data.held_out 000003: 3 of 3 prompts leave no room",
+        ),
+        (["generate.sampling.stop_token_ids=[999]"], "999 is outside the vocabulary"),
     ],
 )
-def test_prompts_that_generate_would_refuse_are_refused(folder, setting, problem):
+def test_prompts_that_generate_would_refuse_are_refused(folder, settings, problem):
+    """By their section: their version is of a store that is gone by then."""
     with pytest.raises(ConfigError, match=problem):
-        check(setting, "iterations=1")
+        check(*settings, "iterations=1")
 
 
 def test_rows_that_no_iteration_takes_are_not_looked_at(folder):
@@ -709,6 +716,16 @@ def test_what_a_recipe_may_not_mean_is_a_warning(folder):
     for settings, warning in WARNINGS.items():
         expected = [warning] if warning else []
         assert check(*settings.split()).answer["warnings"] == expected, settings
+
+
+def test_a_gpu_that_is_not_seen_here_is_told(folder, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    settings = ["optimize.device='cuda'", "data.held_out=null"]
+    assert check(*settings).answer["warnings"] == [
+        "optimize.device is cuda, and this machine shows no GPU: the stage would fail here"
+    ]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert check(*settings).answer["warnings"] == []
 
 
 def test_a_system_prompt_that_chats_do_not_show_is_counted(folder):
