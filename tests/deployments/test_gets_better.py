@@ -15,19 +15,20 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.prefect
 @pytest.mark.parametrize(
-    ("name", "seed", "least"),
+    ("name", "setting", "least"),
     [
-        *(pytest.param("demo", seed, 0.10, marks=pytest.mark.vllm) for seed in (0, 1, 2)),
+        *(pytest.param("demo", f"seed={n}", 0.10, marks=pytest.mark.vllm) for n in (0, 1, 2)),
         ("guess", None, 0.15),
         ("squares", None, 0.10),
+        ("squares", "policy.arguments.family=qwen3_vl", 0.10),
         ("t5_ppo", None, 0.15),
     ],
 )
-def test_a_recipe_gets_better(tmp_path, name, seed, least):
+def test_a_recipe_gets_better(tmp_path, name, setting, least):
     recipe = f"deployments/recipes/{name}.toml"
     command = [*CLI, "run", recipe, "--json"]
     command += ["--store", str(tmp_path / "store")]
-    command += [] if seed is None else ["--set", f"seed={seed}"]
+    command += ["--set", setting] if setting else []
     env = command_environment(tmp_path)
     env.pop("OMP_NUM_THREADS", None)  # as a user has it
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=True)
