@@ -121,6 +121,12 @@ class Bucket:
             raise
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", name) from None
+        except exceptions.InvalidPathError as error:
+            raise ResourceError(
+                name,
+                f"an object there cannot be listed: {_first_line(error)}",
+                next="delete it with the tools of the bucket's provider: it is not the store's",
+            ) from None
         except exceptions.BaseError as error:
             if _METADATA_SERVICE in str(error):
                 raise ResourceError(
@@ -166,8 +172,7 @@ class Bucket:
         with self._asking(prefix):
             listed = obstore.list_with_delimiter(self._bucket, prefix or None)
         paths = [*listed["common_prefixes"], *(entry["path"] for entry in listed["objects"])]
-        # a console's "folder" is an object without a name
-        return sorted(filter(None, (path.rpartition("/")[2] for path in paths)))
+        return sorted(path.rpartition("/")[2] for path in paths if path != prefix)
 
     def files(self, prefix: str) -> dict[str, tuple[int, float]]:
         return {
@@ -176,11 +181,14 @@ class Bucket:
         }
 
     def _entries(self, prefix: str) -> dict[str, Mapping[str, Any]]:
-        """Return what the bucket says of each object below `prefix`, by its name from there."""
+        """Return what the bucket says of each object below `prefix`, by its name from there. A
+        console's "folder" is an object without a name, and does not count."""
         start = len(prefix) + 1 if prefix else 0
         with self._asking(prefix):
             chunks = list(obstore.list(self._bucket, prefix or None))
-        return {entry["path"][start:]: entry for chunk in chunks for entry in chunk}
+        entries = {entry["path"][start:]: entry for chunk in chunks for entry in chunk}
+        entries.pop("", None)
+        return entries
 
     # -- copies on this host
 
@@ -333,13 +341,15 @@ class Bucket:
         return path.stat().st_size, sha256_of(path)
 
     def delete(self, *keys: str) -> None:
-        folders = {key.removesuffix("/") for key in keys if key.endswith("/")}
-        above = {folder.rpartition("/")[0] for folder in folders}
+        folders = [key.removesuffix("/") for key in keys if key.endswith("/")]
+        parents = [folder.rpartition("/")[0] for folder in folders]
         # one listing for several folders side by side
+        places = {
+            folder if parents.count(parent) == 1 else parent
+            for folder, parent in zip(folders, parents, strict=True)
+        }
         names = [
-            f"{prefix}/{name}".removeprefix("/")
-            for prefix in above
-            for name in self._entries(prefix)
+            f"{place}/{name}".removeprefix("/") for place in places for name in self._entries(place)
         ]
         below = []
         for key in keys:
