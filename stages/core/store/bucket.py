@@ -79,6 +79,10 @@ class Bucket:
 
     def __init__(self, url: str) -> None:
         self.url = url
+        for name, text in os.environ.items():  # Google's are JSON
+            if name.startswith(("AWS_", "AZURE_")) and not text.isprintable():
+                problem = "holds a line break, or another character that no header may have"
+                raise ConfigError(name, problem, next=f"export {name} without it")
         try:
             if not _URL.fullmatch(url):
                 raise ValueError("is not the URL of a bucket")

@@ -291,6 +291,16 @@ def test_a_key_that_is_none(az_server, monkeypatch):
     assert "not a key" not in str(caught.value) and "Debug" not in str(caught.value)
 
 
+def test_a_key_with_a_line_break(bucket, monkeypatch):
+    """As in a file from which it was read whole."""
+    name = next(name for name in bucket.environment if name.endswith("KEY"))
+    monkeypatch.setenv(name, f"{bucket.environment[name]}\n")
+    with pytest.raises(ConfigError, match="line break") as caught:
+        Store(bucket.url)
+    assert caught.value.object == name
+    require_no_secret(caught.value, bucket)
+
+
 def require_no_secret(error: Exception, bucket) -> None:
     secrets = {text for name, text in bucket.environment.items() if "KEY" in name}
     assert len(secrets) > 0 and not [secret for secret in secrets if secret in str(error)]
