@@ -328,21 +328,22 @@ class Bucket:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def put_file(self, key: str) -> tuple[int, str]:
-        file, path = self._cache / _UPLOADS / key, self._cache / key
+    def put_file(self, key: str, file: Path | None = None) -> tuple[int, str]:
+        written = self._cache / _UPLOADS / key
         self._make_room(0)
         for tries_left in reversed(range(_MOST_TRIES)):
             try:
                 with self._asking(key):
-                    answer = obstore.put(self._bucket, key, file)
+                    answer = obstore.put(self._bucket, key, file or written)
                 break
             except RemoteError:  # large files go in parts; the answer to one may be lost
                 if not tries_left:
                     raise
-        os.utime(file, (time.time(), _time_of(answer)))  # so it is not fetched again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file.replace(path)
-        return path.stat().st_size, sha256_of(path)
+        if file is None:
+            os.utime(written, (time.time(), _time_of(answer)))  # so it is not fetched again
+            (self._cache / key).parent.mkdir(parents=True, exist_ok=True)
+            file = written.replace(self._cache / key)
+        return file.stat().st_size, sha256_of(file)
 
     def delete(self, *keys: str) -> None:
         folders = [key.removesuffix("/") for key in keys if key.endswith("/")]

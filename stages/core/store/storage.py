@@ -107,9 +107,9 @@ class Storage(Protocol):
         They become objects below `prefix` by `put_file`."""
         ...
 
-    def put_file(self, key: str) -> tuple[int, str]:
-        """Make a file that a library wrote into `folder` an object, which survives a power loss and
-        which other users can read. Returns its size and sha256."""
+    def put_file(self, key: str, file: Path | None = None) -> tuple[int, str]:
+        """Make a file that a library wrote into `folder`, or a copy of `file`, an object, which
+        survives a power loss and which other users can read. Returns its size and sha256."""
         ...
 
     def delete(self, *keys: str) -> None:
