@@ -29,7 +29,7 @@ from quiver.schemas.errors import ConfigError, CorruptError, printable
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store.notes import PROGRESS, note_of, read_note
-from quiver.stages.core.store.storage import size_and_sha256
+from quiver.stages.core.store.storage import size_and_sha256, use_local
 
 from .accelerator import of_all_ranks
 
@@ -106,7 +106,7 @@ class SavedProgress:
         file = f"{self._prefix}/{note['file']}"
         if size_and_sha256(self._storage, file)[1] != note["sha256"]:
             raise ValueError(f"{note['file']} is not what was written")
-        tensors = load_file(self._storage.local(file))
+        tensors = use_local(self._storage, file, load_file)
         trainer.check_state(tensors)
         return note, tensors
 

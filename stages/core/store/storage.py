@@ -12,10 +12,10 @@ replaced: leases, caches and notes of progress. `publish` makes a version visibl
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import pyarrow as pa
 
@@ -23,6 +23,8 @@ from quiver.schemas.fields import require_names
 from quiver.stages.core.files import regular_file, sha256_of
 
 _NUMBER = re.compile(r"[0-9]{6,12}")
+_MOST_DELETIONS = 3
+Used = TypeVar("Used")
 Stamp = tuple[str, ...]
 """Changes with every write of an object."""
 
@@ -151,6 +153,24 @@ def list_numbers(storage: Storage, prefix: str) -> list[int]:
     return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
 
 
+def use_local(
+    storage: Storage,
+    key: str,
+    use: Callable[[Path], Used],
+    names: Iterable[str] = (),
+    *,
+    again: bool = False,
+) -> Used:
+    """Return what `use` makes of the path that `Storage.local` returns.
+
+    If somebody deletes the copies meanwhile, they are fetched again. Raises FileNotFoundError.
+    """
+    for _ in range(_MOST_DELETIONS):
+        with suppress(FileNotFoundError):
+            return use(storage.local(key, names, again=again))
+    return use(storage.local(key, names, again=again))
+
+
 def size_and_sha256(
     storage: Storage, key: str, expected: tuple[int, str] | None = None
 ) -> tuple[int, str]:
@@ -159,13 +179,12 @@ def size_and_sha256(
     If they are not `expected`, its copy on this host may be damaged, so a new one counts. Raises
     CorruptError if it is not a regular file.
     """
-    with suppress(FileNotFoundError):  # also if somebody deletes the copies
-        path = regular_file(storage.local(key), key)
-        first = path.stat().st_size, sha256_of(path)
-        if expected in (None, first):
-            return first
-    path = regular_file(storage.local(key, again=True), key)
-    return path.stat().st_size, sha256_of(path)
+
+    def measure(path: Path) -> tuple[int, str]:
+        return regular_file(path, key).stat().st_size, sha256_of(path)
+
+    first = use_local(storage, key, measure)
+    return first if expected in (None, first) else use_local(storage, key, measure, again=True)
 
 
 def read_table(storage: Storage, key: str) -> pa.Table:
@@ -173,7 +192,7 @@ def read_table(storage: Storage, key: str) -> pa.Table:
 
     Raises pyarrow.ArrowException if it cannot be parsed.
     """
-    file = pa.memory_map(str(regular_file(storage.local(key), key)))
+    file = use_local(storage, key, lambda path: pa.memory_map(str(regular_file(path, key))))
     try:
         table = pa.ipc.open_file(file).read_all()
         require_names(table.schema)

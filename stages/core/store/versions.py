@@ -60,7 +60,7 @@ from . import marks
 from .listing import EXPIRED, NO_OPTIMIZER, REMOVED, Listing, Summary
 from .marks import Mark
 from .places import locate, open_storage
-from .storage import Storage, read_table, size_and_sha256
+from .storage import Storage, read_table, size_and_sha256, use_local
 from .tags import Entry, Tag, check_name, is_name
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class VersionFiles:
         """Folder on this host with all files but optimizer state. Nothing in it may be changed."""
         names = [name for name in self.names if not name.startswith(f"{OPTIMIZER_FOLDER}/")]
         try:
-            return self._storage.local(self._prefix, names)
+            return use_local(self._storage, self._prefix, Path, names)
         except FileNotFoundError:
             raise self._version.missing("") from None
 
@@ -110,7 +110,7 @@ class VersionFiles:
 
     def path(self, name: str) -> Path:
         """Return the path of a file on this host. It is not checked: see `Version.verify`."""
-        return self._storage.local(f"{self._prefix}/{name}")
+        return use_local(self._storage, f"{self._prefix}/{name}", Path)
 
     def read(self, name: str) -> bytes:
         """Return all bytes of a file, checked."""
@@ -119,7 +119,7 @@ class VersionFiles:
             return mark.files[name].encode()
         self._version.verify(name)
         try:
-            return self.path(name).read_bytes()
+            return use_local(self._storage, f"{self._prefix}/{name}", Path.read_bytes)
         except FileNotFoundError:
             raise self._version.missing(name) from None
 
