@@ -22,7 +22,7 @@ import pyarrow as pa
 from quiver.schemas.fields import require_names
 from quiver.stages.core.files import regular_file, sha256_of
 
-_NUMBER = re.compile(r"[0-9]{6,12}")
+_NUMBER = re.compile(r"([1-9][0-9]{6,11}|[0-9]{6})(.*)")
 _MOST_DELETIONS = 3
 Used = TypeVar("Used")
 Stamp = tuple[str, ...]
@@ -146,11 +146,11 @@ class Storage(Protocol):
         ...
 
 
-def list_numbers(storage: Storage, prefix: str) -> list[int]:
-    """Return the numbers of objects directly below `prefix`, named `000001` or `000001.json`,
-    rising."""
-    names = (name.removesuffix(".json") for name in storage.list(prefix))
-    return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
+def list_numbers(storage: Storage, prefix: str, ending: str = "") -> list[int]:
+    """Return the numbers of objects directly below `prefix`, named `000001` and `ending`, rising.
+    Objects with other names are not the store's."""
+    matches = map(_NUMBER.fullmatch, storage.list(prefix))
+    return sorted(int(match[1]) for match in matches if match and match[2] == ending)
 
 
 def use_local(

@@ -55,12 +55,12 @@ class Tag:
 
     def newest(self) -> Entry | None:
         """Return the newest entry, or None if there is no such tag. Raises CorruptError."""
-        numbers = list_numbers(self._storage, self._prefix)
+        numbers = self._numbers()
         return self._entry(numbers[-1]) if numbers else None
 
     def history(self) -> list[Entry]:
         """Return the tag's entries, oldest first. Raises CorruptError."""
-        return [self._entry(number) for number in list_numbers(self._storage, self._prefix)]
+        return [self._entry(number) for number in self._numbers()]
 
     def move(
         self, target: str, content_hash: str, expected: str | None, why: str, key: str, about: dict
@@ -79,7 +79,7 @@ class Tag:
         """
         while True:
             # take all from one look at the entries: one written meanwhile has the next number
-            numbers = list_numbers(self._storage, self._prefix)
+            numbers = self._numbers()
             entries = []
             for number in numbers:
                 try:
@@ -126,6 +126,9 @@ class Tag:
             before = earlier[-1]
             why = f"back from {entry.ref}, which expired"
             self.move(before.ref, before.content_hash, entry.ref, why, "", {})
+
+    def _numbers(self) -> list[int]:
+        return list_numbers(self._storage, self._prefix, ".json")
 
     def _place(self, number: int) -> dict[str, Any]:
         """Return the fields that bind an entry to its tag and number."""
