@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from quiver.schemas.errors import CorruptError
+from quiver.schemas.errors import ConflictError, CorruptError
 from quiver.schemas.manifest import ModelEntry, digest
 from quiver.schemas.refs import Ref
 from quiver.stages.core.config import Config
@@ -84,6 +84,16 @@ class Plan:
                 if place := version.manifest.place:
                     attempts.append(int(place.split(".")[1]) + 1)
         return max(attempts)
+
+    def require_number(self, listing: Listing) -> None:
+        """Raise ConflictError if other work has the only number that the version may have."""
+        number = self.only_number
+        if number in listing.numbers and number not in listing.find(self.run_key):
+            raise ConflictError(
+                f"{self.name}@{number}",
+                self.if_number_taken,
+                next="choose another name for the run",
+            )
 
     @property
     def work(self) -> str:

@@ -262,7 +262,8 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
             work reads it.
     """
     target = parse(ref)
-    aside = marks.read(store.storage, target, REMOVED) if _has_number(target) else None
+    has_number = isinstance(target.version, int)
+    aside = marks.read(store.storage, target, REMOVED) if has_number else None
     if aside is not None and aside.keep:
         _delete_data(store, target)
         return target, users_of(store, target)[1]
@@ -274,21 +275,17 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
     with storage_errors(target):
         marks.write(store.storage, target, REMOVED, why)
         try:
-            _require_unused(store, target)
+            users = _require_unused(store, target)
         except QuiverError:
             # it came into use meanwhile; no other process acts on the mark so soon
             store.storage.delete(marks.key_of(target, REMOVED))
             raise
         _delete_data(store, target)
-    return target, users_of(store, target)[1]
+    return target, users
 
 
-def _has_number(ref: Ref) -> bool:
-    return isinstance(ref.version, int)
-
-
-def _require_unused(store: Store, ref: Ref) -> None:
-    """Check that a version may be deleted.
+def _require_unused(store: Store, ref: Ref) -> list[str]:
+    """Check that a version may be deleted, and return the references of versions made from it.
 
     Raises:
         ConflictError: a tag points at it, a policy needs it as base of its adapter, or a stage at
@@ -302,8 +299,8 @@ def _require_unused(store: Store, ref: Ref) -> None:
                 f"tag {name} points at it",
                 next="point the tag at another version first",
             )
-    users = [parse(user) for user in users_of(store, ref)[1]]
-    policies = [user for user in users if user.kind == ref.kind == "policy"]
+    users = users_of(store, ref)[1]
+    policies = [user for user in map(parse, users) if user.kind == ref.kind == "policy"]
     for manifest in (store.version(policy).manifest for policy in policies):
         base = manifest.input("base")
         names = [entry.name for entry in manifest.files if "/" not in entry.name]
@@ -319,6 +316,7 @@ def _require_unused(store: Store, ref: Ref) -> None:
             raise ConflictError(
                 str(ref), f"{stage.name} reads it", next="wait for it, then delete it"
             )
+    return users
 
 
 def put_aside(store: Store, ref: str | Ref) -> Ref:

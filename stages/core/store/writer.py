@@ -396,7 +396,8 @@ class Writer:
             problem = None
             if indices != list(range(count)) or None in self._entries:
                 problem = f"found shards {indices}, expected 0 to {count - 1}"
-            elif not all(map_in_threads(self._is_whole, self._entries)):
+            # shared shards were compared under the commit lease
+            elif self.shards.is_sole and not all(map_in_threads(self._is_whole, self._entries)):
                 problem = "a shard is not what was written"
             else:
                 keys = (f"{self._files}/{entry.name}" for entry in self._entries)
@@ -480,13 +481,11 @@ class Writer:
         only = plan.only_number
         if only is not None and only not in listing.given:
             return only
-        if only in listing.numbers and only not in listing.find(self.run_key):
+        try:
+            plan.require_number(listing)
+        except ConflictError:
             self._storage.delete(f"{self._files}/")
-            raise ConflictError(
-                f"{self._name}@{only}",
-                plan.if_number_taken,
-                next="choose another name for the run",
-            )
+            raise
         first = plan.first_number if self.kind == plan.kinds[-1] else 1
         highest = max([first - 1, *listing.given])
         if highest >= 10**12 - 1:
