@@ -146,9 +146,13 @@ class Lease:
             self._stamp = self._storage.put(self._key, raw, durable=False)
         return self._stamp is not None
 
+    def forget(self) -> None:
+        """Renew it no more: its object is about to be deleted."""
+        _renewed.discard(self)
+
     def release(self) -> None:
         """Release the lease, so that another process can take it at once."""
-        _renewed.discard(self)
+        self.forget()
         with _renewing:
             try:
                 self._write(replace(self._link, released=True))

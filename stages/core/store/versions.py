@@ -174,29 +174,32 @@ class Version:
         """Return the manifest entry for a version that is made from this one."""
         return Input(role=role, ref=str(self.ref), content_hash=self.manifest.content_hash)
 
-    def verify(self, name: str = "") -> None:
+    def verify(self, *names: str) -> None:
         """Check size and sha256 of files, each once per process.
 
         Args:
-            name: a file; or, if it ends in a slash, every file below it; or, if empty, all files
-                except optimizer state that expired before the version.
+            names: files, or, if they end in a slash, all files below them. None: all files except
+                optimizer state that expired before the version.
 
         Raises:
             CorruptError: a file is missing or differs from what was written.
             LineageError: the file expired, or the version was deleted since it was opened.
         """
-        prefix = name if name.endswith("/") else None
-        unchecked = []
-        for entry in self.manifest.files:
-            is_meant = name in ("", entry.name) or (prefix and entry.name.startswith(prefix))
-            if not is_meant or entry.name in self._checked:
-                continue
+        folders = tuple(name for name in names if name.endswith("/"))
+        unchecked = [
+            entry
+            for entry in self.manifest.files
+            if not names or entry.name in names or entry.name.startswith(folders)
+            if entry.name not in self._checked
+        ]
+        state = [entry for entry in unchecked if entry.name.startswith(f"{OPTIMIZER_FOLDER}/")]
+        for entry in state[:1] or unchecked[:1]:  # a mark covers all of it, or none
             try:
                 self.require(entry.name)
-                unchecked.append(entry)
             except LineageError:
-                if name or self.mark:
+                if names or self.mark:
                     raise
+                unchecked = [entry for entry in unchecked if entry not in state]
         self._verify_files(unchecked)
 
     def require(self, name: str) -> None:

@@ -42,7 +42,7 @@ import math
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -123,9 +123,8 @@ class Writer:
         """The version, once it is committed."""
         self.shards: SoleShards | SharedShards | None = None
         is_last = kind == plan.kinds[-1]
-        self.attempt = (
-            plan.attempt if is_last else plan.attempt_at(kind, plan.store.listing(plan.run, kind))
-        )
+        self._before = plan.listing if is_last else plan.store.listing(plan.run, kind)
+        self.attempt = plan.attempt_at(kind, self._before)
         self.work = f"{plan.run}/{kind}/.work/{plan.run_key}.{self.attempt}"
         """Prefix of the shards; `.notes`, `.leases` and `.resume` follow it."""
         self._plan = plan
@@ -145,7 +144,7 @@ class Writer:
         self._finished: dict[str, Any] | None = None
         self._ids: pa.ChunkedArray | None = None
         # with force, the versions that were there before do not count as this work
-        self._skip = len(plan.listing.find(plan.run_key)) if force else 0
+        self._skip = len(self._before.find(plan.run_key)) if force else 0
 
     # -- unfinished work
 
@@ -162,12 +161,13 @@ class Writer:
     def discard(self) -> None:
         """Delete the unfinished work of an earlier attempt to make this version."""
         place, _, name = self.work.rpartition("/")
+        others = [
+            other
+            for other in self._storage.list(place)
+            if f"{other}.".startswith(f"{name}.") and not other.endswith((".leases", ".resume"))
+        ]
         # notes first: no note may exist without its shard
-        self._storage.delete(f"{self.work}.notes/")
-        for other in self._storage.list(place):
-            is_kept = other.endswith((".leases", ".resume"))
-            if other == name or (other.startswith(f"{name}.") and not is_kept):
-                self._storage.delete(f"{place}/{other}/")
+        self._storage.delete(*(f"{place}/{other}/" for other in reversed(others)))
 
     def take_up(self) -> None:
         """Take back the shards that a process left which died, or sleeps, while it published them.
@@ -178,12 +178,11 @@ class Writer:
         """Return True if the version exists by now, or in `listing`, and then set `committed`."""
         if self.committed is not None:
             return True
-        plan = self._plan
-        listing = listing or plan.store.listing(self.run, self.kind)
-        # if no version was added since the plan, which found none, none needs to be read
-        may_exist = plan.attempt or listing.given != plan.listing.given
-        if may_exist or self.kind != plan.kinds[-1]:
-            self.committed = plan.store.find(
+        store = self._plan.store
+        listing = listing or store.listing(self.run, self.kind)
+        # if there was none, and no version was added since, none needs to be read
+        if self.attempt or listing.given != self._before.given:
+            self.committed = store.find(
                 self.run, self.kind, self.run_key, skip=self._skip, listing=listing
             )
         return self.committed is not None
@@ -466,7 +465,8 @@ class Writer:
         """Raise BusyError if the shards in `.data` are another version's: a process that shared the
         work has published them while this one slept, and the version was removed since."""
         place = self._files.partition("/.data/")[2]
-        for number in listing.find(self.run_key) if place else ():
+        may_be = place and listing.given != self._before.given
+        for number in listing.find(self.run_key) if may_be else ():
             version = Version(Ref(self.run, self.kind, number), self._storage)
             if version.prefix.endswith(f"/.data/{place}"):
                 raise taken_over(self._name)
@@ -529,7 +529,7 @@ class Staging:
         metrics: dict[str, Any] = {}
         for kind in first_kinds:
             writer = self.writers[kind]
-            if not writer.is_committed():
+            with suppress(CommittedByOther):
                 writer.publish(lease, {})
             metrics[kind] = str(writer.committed.ref)
         if not self.last.shards.is_sole:
@@ -561,10 +561,7 @@ class Staging:
             with self._ended_by_others():
                 yield
         finally:
-            try:
-                self._sweep()
-            finally:
-                self.lease.release()
+            self._leave(self.lease)
 
     @contextmanager
     def open_together(self) -> Iterator[None]:
@@ -588,10 +585,7 @@ class Staging:
             with shards as writer.shards, self._ended_by_others():
                 yield
         finally:
-            try:
-                self._sweep()
-            finally:
-                presence.release()
+            self._leave(presence)
 
     def _prepare(self) -> None:
         """Note which versions are read, so that their data stay. Stops if the version was committed
@@ -601,7 +595,7 @@ class Staging:
             sources = [str(version.ref) for version in self.plan.inputs.values()]
             sources += [model.ref for model in self.plan.models]
             self.last.write_note(SOURCES, {"refs": sources})
-            for ref in filter(None, map(as_version, sources)):
+            for ref in filter(None, map(as_version, dict.fromkeys(sources))):
                 self.plan.store.resolve(ref)  # it may have expired before the note
 
     @contextmanager
@@ -639,10 +633,15 @@ class Staging:
                 raise
             raise taken_over(self.plan.name) from error
 
-    def _sweep(self) -> None:
-        """Once the work is done, delete what is left of it, also by earlier attempts that died."""
+    def _leave(self, lease: Lease) -> None:
+        """Release the lease; or, once the work is done, delete all that is left of it, also by
+        earlier attempts that died."""
+        if self.committed is None:
+            lease.release()
+            return
+        lease.forget()
         plan, storage = self.plan, self.plan.store.storage
-        for kind in plan.kinds if self.committed else ():
+        for kind in plan.kinds:
             place = f"{plan.run}/{kind}/.work"
             matches = filter(None, map(WORK.fullmatch, storage.list(place)))
             names = [
