@@ -46,7 +46,7 @@ from quiver.schemas.errors import (
 from quiver.stages.core.files import MOST_BYTES, replacing, sha256_of, storage_errors
 from quiver.stages.core.threads import map_in_threads
 
-from .storage import Stamp
+from .storage import Stamp, Storage
 
 _URL = re.compile(r"(s3|gs|az)://[\w.-]+(/[^?#]*)?")
 _AT_ONCE = 256  # keys in one request to delete
@@ -71,8 +71,9 @@ CACHE_GIB = "QUIVER_CACHE_GIB"
 DEFAULT_CACHE_GIB = 100.0
 
 
-class Bucket:
-    """Objects by key below one prefix of a bucket; see `Storage`."""
+class Bucket(Storage):
+    """Objects by key below one prefix of a bucket; see `Storage`. There is nothing to flush, and
+    nothing to reclaim."""
 
     data_folder = ".data"
     is_foreign = False
@@ -199,15 +200,10 @@ class Bucket:
     def local(self, key: str, names: Iterable[str] = (), *, again: bool = False) -> Path:
         keys = [f"{key}/{name}" for name in names] or [key]
         wanted = [each for each in keys if again or not self._is_fetched(each)]
-        if len(wanted) == 1:
-            with self._asking(key):
-                self._fetch(wanted[0], obstore.head(self._bucket, wanted[0]), again)
-        elif wanted:
-            entries = {f"{key}/{name}": entry for name, entry in self._entries(key).items()}
-            for missing in wanted:
-                if missing not in entries:
-                    raise FileNotFoundError(errno.ENOENT, "there is no such object", missing)
-            map_in_threads(lambda each: self._fetch(each, entries[each], again), wanted)
+        entries = self._entries(key) if len(wanted) > 1 else {}
+        map_in_threads(
+            lambda each: self._fetch(each, entries.get(each[len(key) + 1 :]), again), wanted
+        )
         return self._cache / key
 
     def _is_fetched(self, key: str) -> bool:
@@ -219,25 +215,25 @@ class Bucket:
                 return True
         return False
 
-    def _fetch(self, key: str, entry: Mapping[str, Any], again: bool) -> None:
-        """Copy an object to the cache, unless the copy there is the one that `entry` describes."""
+    def _fetch(self, key: str, entry: Mapping[str, Any] | None, again: bool) -> None:
+        """Copy an object to the cache, unless the copy there is the one that `entry` describes.
+        None: the bucket is asked."""
         path = self._cache / key
-        with suppress(FileNotFoundError):
-            status = path.stat()
-            if not again and (status.st_size, status.st_mtime) == (entry["size"], _time_of(entry)):
-                os.utime(path, (time.time(), status.st_mtime))
-                self._fetched.add(key)
-                return
         with storage_errors(self._cache), self._asking(key):
-            size = entry["size"]
-            self._make_room(size)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path, durable=False) as file:
-                # the time limit is that of one request
-                for start in range(0, size, _PART_BYTES):
-                    end = min(size, start + _PART_BYTES)
-                    file.write(obstore.get_range(self._bucket, key, start=start, end=end))
-        os.utime(path, (time.time(), _time_of(entry)))
+            entry = entry or obstore.head(self._bucket, key)
+            size, changed_at = entry["size"], _time_of(entry)
+            copied = None
+            with suppress(FileNotFoundError):
+                copied = path.stat().st_size, path.stat().st_mtime
+            if again or copied != (size, changed_at):
+                self._make_room(size)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(path, durable=False) as file:
+                    # the time limit is that of one request
+                    for start in range(0, size, _PART_BYTES):
+                        end = min(size, start + _PART_BYTES)
+                        file.write(obstore.get_range(self._bucket, key, start=start, end=end))
+        os.utime(path, (time.time(), changed_at))
         self._fetched.add(key)
 
     def _make_room(self, num_bytes: int) -> None:
@@ -264,9 +260,7 @@ class Bucket:
 
     # -- writing
 
-    def put_if_absent(
-        self, key: str, data: bytes, *, flush_name: bool = False, durable: bool = True
-    ) -> Stamp | None:
+    def put_if_absent(self, key: str, data: bytes, **flushed: bool) -> Stamp | None:
         failure = None
         for _ in range(_MOST_TRIES):
             try:
@@ -301,13 +295,7 @@ class Bucket:
         return None
 
     def put(
-        self,
-        key: str,
-        data: bytes,
-        stamp: Stamp | None = None,
-        *,
-        flush_name: bool = False,
-        durable: bool = True,
+        self, key: str, data: bytes, stamp: Stamp | None = None, **flushed: bool
     ) -> Stamp | None:
         mode: Any = "overwrite"
         if stamp is not None:
@@ -319,9 +307,6 @@ class Bucket:
             except exceptions.PreconditionError:
                 there = self._read_back(key, None)
                 return there[0] if there and there[1] == bytes(data) else None
-
-    def flush(self, prefix: str) -> None:
-        pass
 
     def folder(self, prefix: str) -> Path:
         path = self._cache / _UPLOADS / prefix
@@ -346,23 +331,18 @@ class Bucket:
         return file.stat().st_size, sha256_of(file)
 
     def delete(self, *keys: str) -> None:
-        folders = [key.removesuffix("/") for key in keys if key.endswith("/")]
-        parents = [folder.rpartition("/")[0] for folder in folders]
-        # one listing for several folders side by side
-        places = {
-            folder if parents.count(parent) == 1 else parent
-            for folder, parent in zip(folders, parents, strict=True)
-        }
-        names = [
-            f"{place}/{name}".removeprefix("/") for place in places for name in self._entries(place)
-        ]
+        names = []
+        if folders := [key for key in keys if key.endswith("/")]:
+            # one listing for several folders side by side
+            place = os.path.commonpath(folders)
+            names = [os.path.join(place, name) for name in self._entries(place)]
         below = []
         for key in keys:
             below += [n for n in names if n.startswith(key)] if key.endswith("/") else [key]
             shutil.rmtree(self._cache / key, ignore_errors=True)
             with suppress(OSError):
                 (self._cache / key).unlink()
-        self._fetched.difference_update(below, folders)
+        self._fetched.difference_update(below)
         for start in range(0, len(below), _AT_ONCE):
             with suppress(FileNotFoundError), self._asking(below[start]):
                 obstore.delete(self._bucket, below[start : start + _AT_ONCE])
@@ -381,9 +361,6 @@ class Bucket:
             return False
         self._manifests[key] = manifest
         return True
-
-    def reclaim(self, work: str) -> None:
-        pass
 
 
 def _cache_gib() -> float:

@@ -177,6 +177,12 @@ class Leases:
         """Return the names of all leases that were ever taken here. Other names are ignored."""
         return list(filter(_NAME.fullmatch, self.storage.list(self.prefix)))
 
+    def workers(self) -> dict[str, Link]:
+        """Return the processes that share the work and are present, by their names."""
+        names = [name for name in self.names() if name.startswith("worker-")]
+        holders = {name.removeprefix("worker-"): self.holder(name) for name in names}
+        return {name: holder for name, holder in holders.items() if holder}
+
     def top(self, name: str) -> Link | None:
         """Return the object with the highest number, or None if the chain is empty."""
         numbers = list_numbers(self.storage, f"{self.prefix}/{name}")

@@ -571,7 +571,9 @@ def _sweep(store: Store, work: Work) -> bool:
             published = _places(store, work) if in_bucket else {}
             # notes before the shards that they describe
             keys = [key for key in reversed(work.keys) if key not in published]
-            store.storage.delete(*(f"{key}/" for key in keys if not key.endswith(".leases")))
+            for key in keys:
+                if not key.endswith(".leases"):
+                    store.storage.delete(f"{key}/")
             # its process slept for the grace time, and published it at this moment
             for key, ref in _places(store, work).items() if in_bucket else ():
                 if key in keys:

@@ -56,8 +56,7 @@ class SoleShards:
         self._untaken = list(self._unfinished)
 
     def __iter__(self) -> Iterator[int]:
-        while self._untaken:
-            yield self._untaken.pop(0)
+        return iter(self.take, None)
 
     def unfinished(self) -> list[int]:
         """Return the unfinished shards, rising."""
@@ -251,9 +250,7 @@ class SharedShards:
 
     def _other_workers(self) -> list[str]:
         """Return the names of the other processes that are present."""
-        names = [name for name in self._leases.names() if name.startswith("worker-")]
-        workers = [name.removeprefix("worker-") for name in names if self._leases.holder(name)]
-        return [worker for worker in workers if worker != self._worker]
+        return [worker for worker in self._leases.workers() if worker != self._worker]
 
     def _report_names(self) -> list[str]:
         return [name for name in self._writer.note_names() if name.endswith(".report")]

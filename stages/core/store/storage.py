@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -24,7 +24,6 @@ from quiver.stages.core.files import regular_file, sha256_of
 
 _NUMBER = re.compile(r"([1-9][0-9]{6,11}|[0-9]{6})(.*)")
 _MOST_DELETIONS = 3
-Used = TypeVar("Used")
 Stamp = tuple[str, ...]
 """Changes with every write of an object."""
 
@@ -156,11 +155,11 @@ def list_numbers(storage: Storage, prefix: str, ending: str = "") -> list[int]:
 def use_local(
     storage: Storage,
     key: str,
-    use: Callable[[Path], Used],
+    use: Callable[[Path], Any],
     names: Iterable[str] = (),
     *,
     again: bool = False,
-) -> Used:
+) -> Any:
     """Return what `use` makes of the path that `Storage.local` returns.
 
     If somebody deletes the copies meanwhile, they are fetched again. Raises FileNotFoundError.

@@ -560,7 +560,7 @@ class Store:
     # -- tags
 
     def _tag(self, run: str, name: str) -> Tag:
-        return Tag(self.storage, refs.check_name(run, "run"), name)
+        return Tag(self.storage, refs.check_name(run, "run"), check_name(name))
 
     def tag(
         self,
@@ -586,7 +586,7 @@ class Store:
             ConflictError: the tag does not hold `expected`.
             CorruptError: the version's manifest is torn.
         """
-        check_name(name)
+        tag = self._tag(run, name)
         target = self.resolve(ref, run)
         if target.run != run:
             raise ConfigError(
@@ -595,7 +595,6 @@ class Store:
                 next=f"quiver tag {name} {target}",
             )
         content_hash = self.version(target).manifest.content_hash
-        tag = self._tag(run, name)
         with storage_errors(f"{run} tag {name}"):
             entry = tag.move(str(target), content_hash, expected, why, key, about or {})
             error = marks.gone_error(self.storage, target, (REMOVED, EXPIRED)) if entry else None
@@ -610,7 +609,7 @@ class Store:
 
         Raises CorruptError.
         """
-        entry = self._tag(run, check_name(name)).newest()
+        entry = self._tag(run, name).newest()
         return entry.ref if entry else None
 
     def tag_names(self, run: str) -> list[str]:
@@ -622,7 +621,7 @@ class Store:
 
         Raises CorruptError.
         """
-        return self._tag(run, check_name(name)).history()
+        return self._tag(run, name).history()
 
 
 def _marker() -> str:

@@ -544,10 +544,8 @@ class Staging:
         if self.lease is None:
             raise self._busy(self.leases.holder("work"))
         try:
-            for name in self.leases.names():
-                holder = self.leases.holder(name) if name.startswith("worker-") else None
-                if holder is not None:
-                    raise self._busy(holder, ", and shares it with others")
+            for holder in self.leases.workers().values():
+                raise self._busy(holder, ", and shares it with others")
             for writer in self.writers.values():
                 writer.shards = SoleShards(writer)
                 # half a checkpoint is not worth keeping, nor the tables that are made with it
