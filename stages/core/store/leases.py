@@ -210,8 +210,6 @@ class Leases:
         times a lease's lifetime: a process that has just begun has not watched its renewals.
         """
         holders = [holder for name in self.names() if (holder := self.holder(name))]
-        if all(holder.owner.is_visible for holder in holders):
-            return holders
         changed_at = max((at for _, at in self.storage.files(self.prefix).values()), default=0.0)
         is_silent = time.time() - changed_at > 10 * SECONDS_TO_LIVE
         return [holder for holder in holders if holder.owner.is_visible or not is_silent]
@@ -264,19 +262,16 @@ class Leases:
             if lease is not None:
                 return lease
             top = self.top(name)
-            if top is None:
-                return None
             first = first or top
-            if top != first:
+            if top is None or top != first:
                 return None
             if top.owner.is_visible and abs(time.time() - top.renewed_at) < SECONDS_TO_LIVE:
                 return None
             time.sleep(min(0.5, SECONDS_TO_LIVE / 4))
 
     def _is_free(self, name: str, holder: Link) -> bool:
-        if holder.released or holder.owner.is_dead:
-            return True
-        if holder.owner.is_stopped and time.time() - holder.renewed_at >= SECONDS_TO_LIVE:
+        is_late = time.time() - holder.renewed_at >= SECONDS_TO_LIVE
+        if holder.released or holder.owner.is_dead or (is_late and holder.owner.is_stopped):
             return True
         return self._seconds_unchanged(f"link of {name}", holder) >= SECONDS_TO_LIVE
 

@@ -53,11 +53,9 @@ def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
         if checksum != digest(fields):
             return None
         _form_of(key).model_validate(fields)
-    except (FileNotFoundError, CorruptError):
+        return fields
+    except (FileNotFoundError, CorruptError, ValueError, KeyError, AttributeError, TypeError):
         return None
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return None
-    return fields
 
 
 class _Note(BaseModel):

@@ -53,6 +53,7 @@ from .listing import EXPIRED, NO_OPTIMIZER, REMOVED
 from .notes import SOURCES, WORK, read_note
 from .versions import OPTIMIZER_FOLDER, Store, Version
 
+_UNREADABLE = (QuiverError, OSError)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _PLANNED_WITH = ("config.json", "generation_config.json")
 """Files of a policy that plans read beside its manifest; the mark keeps their text."""
@@ -166,7 +167,7 @@ def find_kept(
     """
     kept = Kept()
     # stages at work come first: a stage that ended before this line has published its versions
-    for stage in list(stages_at_work(store)):
+    for stage in stages_at_work(store):
         kept.run_keys.add(stage.run_key)
         kept.read.update(filter(None, map(as_version, stage.refs)))
     roots = set(map(parse, spared))
@@ -235,15 +236,15 @@ def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
     Tags and manifests that cannot be read are skipped; `verify` reports them.
     """
     tag_names, versions = [], []
-    with suppress(QuiverError, OSError):
+    with suppress(*_UNREADABLE):
         for name in store.tag_names(ref.run):
-            with suppress(QuiverError, OSError):
+            with suppress(*_UNREADABLE):
                 if store.tagged(ref.run, name) == str(ref):
                     tag_names.append(name)
     for run, kind in product(store.runs(), KINDS):
-        with suppress(QuiverError, OSError):
+        with suppress(*_UNREADABLE):
             for other in store.refs(run, kind):
-                with suppress(QuiverError, OSError):
+                with suppress(*_UNREADABLE):
                     manifest = store.version(other).manifest
                     sources = {entry.ref for entry in (*manifest.inputs, *manifest.models)}
                     if str(ref) in sources and other != ref:
@@ -387,8 +388,7 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
         store.storage.list(key)
     collected = Collected()
     # abandoned work goes first, since deleting it needs no room for a mark
-    for work in list(_abandoned(store, rule)):
-        num_bytes = sum(size_below(store, key) for key in work.keys)
+    for work, num_bytes in list(_abandoned(store, rule)):
         if not apply or _sweep(store, work):
             collected.work.append((work, num_bytes))
     # a version that is committed after this line is not looked at
@@ -397,20 +397,21 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
     collected.marked = list(_not_kept(store, there, kept))
     with storage_errors("gc"):
         no_room = _mark_all(store, rule, collected.marked) if apply else None
-        marked = list(_marked(store, rule, () if apply else collected.marked))
+        planned = ((expiring, 0.0) for expiring in collected.marked if not apply)
+        marked = [*planned, *_marked(store, rule)]
         # what came into use before its mark is seen now; later users see the mark
         kept = find_kept(store, rule.keep, rule.moments, rule.spared)
         needed = {REMOVED: kept.in_use, EXPIRED: kept.versions, NO_OPTIMIZER: kept.read}
         if apply:
             _unmark_tagged(store, collected.marked)
-        new = {(expiring.ref, expiring.mark) for expiring in collected.marked}
+        new = set(collected.marked)
         for expiring, age in marked:
             is_due = age >= rule.grace_seconds and expiring.ref not in needed[expiring.mark]
             if is_due and apply:
                 _delete_data(store, expiring.ref, expiring.mark)
             if is_due:
                 collected.deleted.append(expiring)
-            elif (expiring.ref, expiring.mark) not in new:
+            elif expiring not in new:
                 collected.waiting.append(expiring)
         if no_room is not None and not collected.deleted:
             raise no_room
@@ -467,12 +468,8 @@ def _mark(store: Store, rule: Rule, expiring: Expiring) -> None:
     marks.write(store.storage, ref, EXPIRED, f"gc, keep = {rule.keep}", files=files)
 
 
-def _marked(
-    store: Store, rule: Rule, planned: Collection[Expiring]
-) -> Iterator[tuple[Expiring, float]]:
-    """Yield the marked data that are still there, and the age of the mark in seconds; 0 for those
-    that are only planned to be marked."""
-    yield from ((expiring, 0.0) for expiring in planned)
+def _marked(store: Store, rule: Rule) -> Iterator[tuple[Expiring, float]]:
+    """Yield the marked data that are still there, and the age of the mark in seconds."""
     for run, kind in product(rule.runs_of(store), KINDS):
         listing = store.listing(run, kind)
         earlier: set[int] = set()
@@ -516,9 +513,9 @@ def size_below(store: Store, prefix: str) -> int:
     return sum(size for size, _ in store.storage.files(prefix).values())
 
 
-def _abandoned(store: Store, rule: Rule) -> Iterator[Work]:
+def _abandoned(store: Store, rule: Rule) -> Iterator[tuple[Work, int]]:
     """Yield the work that no process holds a lease of, and that is done, or older than the grace
-    time."""
+    time; and its bytes."""
     at_work = {stage.run_key for stage in stages_at_work(store)}
     for run, kind in product(rule.runs_of(store), KINDS):
         summaries = store.listing(run, kind).summaries()
@@ -533,7 +530,7 @@ def _abandoned(store: Store, rule: Rule) -> Iterator[Work]:
             is_old = time.time() - changed_at >= rule.grace_seconds
             is_done = num_made[work.run_key] > work.attempt
             if (is_done or is_old) and work.run_key not in at_work:
-                yield work
+                yield work, sum(size for size, _ in files)
 
 
 def _unpublished(store: Store, run: str, kind: str, num_made: Counter[str]) -> Iterator[str]:

@@ -120,7 +120,7 @@ class SharedShards:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for lease in [*self._held.values(), *([self.commit_lease] if self.commit_lease else [])]:
+        for lease in filter(None, [*self._held.values(), self.commit_lease]):
             lease.release()
 
     def begin(self, count: int) -> None:

@@ -436,7 +436,6 @@ class Store:
                 twin = self._twin(parsed)
                 if twin is None:
                     raise error
-                log.debug("%s is gone; %s has the same content", parsed, twin)
                 return twin
             if (
                 not self.has_manifest(parsed)
@@ -519,7 +518,8 @@ class Store:
         expired = listing.marks[EXPIRED]
         # those with data are tried first, the newest first
         for number in sorted(numbers, key=lambda number: (number in expired, -number)):
-            version = self.version(Ref(run, kind, number))
+            ref = Ref(run, kind, number)
+            version = self.version(ref) if number in expired else Version(ref, self.storage)
             try:
                 if version.manifest.run_key == run_key:
                     return version

@@ -426,6 +426,7 @@ class Writer:
         """
         plan = self._plan
         schema = self._schema_name
+        place = self._files.partition("/.data/")[2]
         fields = {
             **plan.manifest_fields(),
             **self._finished,
@@ -434,7 +435,7 @@ class Writer:
             "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "commit_id": str(uuid.uuid4()),
             "files": self._entries,
-            "place": self._files.partition("/.data/")[2],
+            "place": place,
             "rows": sum(entry.rows for entry in self._entries),
             "content_hash": content_hash(schema, self._entries),
             "bytes": {"data": sum(entry.bytes for entry in self._entries)},
@@ -451,7 +452,13 @@ class Writer:
                 number = self._next_number(listing)
                 if self.is_committed(listing):
                     raise CommittedByOther
-                self._require_own_place(listing)
+                # in `.data`, they may be those of a version that another process, which shared
+                # the work, published while this one slept, and that was removed since
+                is_new = listing.given != self._before.given
+                for other in listing.find(self.run_key) if place and is_new else ():
+                    version = Version(Ref(self.run, self.kind, other), self._storage)
+                    if version.prefix.endswith(f"/.data/{place}"):
+                        raise taken_over(self._name)
                 manifest = Manifest(run=self.run, kind=self.kind, version=number, **fields)
                 ref = Ref(self.run, self.kind, number)
                 if not lease.is_held():
@@ -460,16 +467,6 @@ class Writer:
                 if self._storage.publish(self._files, self._worker, ref.folder, raw, sizes):
                     plan.store.written.add(str(ref))
                     self.committed = Version(ref, self._storage)
-
-    def _require_own_place(self, listing: Listing) -> None:
-        """Raise BusyError if the shards in `.data` are another version's: a process that shared the
-        work has published them while this one slept, and the version was removed since."""
-        place = self._files.partition("/.data/")[2]
-        may_be = place and listing.given != self._before.given
-        for number in listing.find(self.run_key) if may_be else ():
-            version = Version(Ref(self.run, self.kind, number), self._storage)
-            if version.prefix.endswith(f"/.data/{place}"):
-                raise taken_over(self._name)
 
     def _next_number(self, listing: Listing) -> int:
         """Return the number after the highest one that was ever given.
