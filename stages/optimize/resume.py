@@ -28,8 +28,8 @@ from torch import Tensor
 from quiver.schemas.errors import ConfigError, CorruptError, printable
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.stage import Plan
-from quiver.stages.core.store.notes import PROGRESS, note_of, read_note
-from quiver.stages.core.store.storage import size_and_sha256, use_local
+from quiver.stages.core.store.notes import PROGRESS, read_note
+from quiver.stages.core.store.storage import size_and_sha256, use_local, with_checksum
 
 from .accelerator import of_all_ranks
 
@@ -136,7 +136,7 @@ class SavedProgress:
                 # as text: numbers of a skipped step are not finite, which strict JSON cannot hold
                 note["counters"] = json.dumps(counters)
                 # the note must be durable before the older state is deleted
-                storage.put(f"{self._prefix}/{PROGRESS}", note_of(note), flush_name=True)
+                storage.put(f"{self._prefix}/{PROGRESS}", with_checksum(note), flush_name=True)
                 for name in storage.list(self._prefix):
                     if name not in (file, PROGRESS):
                         storage.delete(f"{self._prefix}/{name}")

@@ -50,7 +50,6 @@ from .storage import Stamp, Storage
 
 _URL = re.compile(r"(s3|gs|az)://[\w.-]+(/[^?#]*)?")
 _AT_ONCE = 256  # keys in one request to delete
-_PROVIDERS = ("AWS", "AZURE", "GOOGLE")
 _TIMEOUT = "120s"
 """For one request, with its body: a shard of a few hundred MB."""
 _RETRIES = {"max_retries": 5, "retry_timeout": timedelta(seconds=180)}
@@ -88,7 +87,8 @@ class Bucket(Storage):
             if not _URL.fullmatch(url):
                 raise ValueError("is not the URL of a bucket")
             # obstore reads no environment for the client's options if one of them is given
-            allowed = {os.environ.get(f"{name}_ALLOW_HTTP", "").lower() for name in _PROVIDERS}
+            variables = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
+            allowed = {os.environ.get(variable, "").lower() for variable in variables}
             client = {"timeout": _TIMEOUT, "allow_http": "true" in allowed}
             self._bucket = from_url(url, client_options=client, retry_config=_RETRIES)
         except (exceptions.BaseError, ValueError) as error:
@@ -251,8 +251,7 @@ class Bucket(Storage):
         most_bytes = _cache_gib() * 1024**3
         excess = sum(size for _, size, _ in copies) + num_bytes - 0.9 * most_bytes
         for used_at, size, path in sorted(copies):
-            is_upload = _UPLOADS in path.parts
-            seconds_to_stay = _UPLOAD_SECONDS if is_upload else _IN_USE_SECONDS
+            seconds_to_stay = _UPLOAD_SECONDS if _UPLOADS in path.parts else _IN_USE_SECONDS
             if excess > 0 and time.time() - used_at >= seconds_to_stay:
                 path.unlink(missing_ok=True)
                 excess -= size

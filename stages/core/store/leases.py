@@ -296,11 +296,10 @@ def _renew_for_ever() -> None:
     while True:
         time.sleep(SECONDS_BETWEEN_RENEWALS)
         for lease in list(_renewed):
-            try:
+            # the disk may answer next time; if not, another takes over
+            with suppress(OSError):
                 if not lease.renew():
                     _renewed.discard(lease)  # the version is committed, and its leases are cleared
-            except OSError:  # the disk may answer next time; if not, another takes over
-                continue
 
 
 def _forget_leases() -> None:

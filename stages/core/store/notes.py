@@ -9,17 +9,15 @@ Not of the spine: the writer needs to know only that a note is either whole or a
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from quiver.schemas.errors import CorruptError
-from quiver.schemas.manifest import FileEntry, digest
-from quiver.schemas.plain import read_json
+from quiver.schemas.manifest import FileEntry
 
-from .storage import Storage, size_and_sha256
+from .storage import Storage, read_checked, size_and_sha256
 
 PROGRESS = "progress"
 """Name of the note that makes a resume state valid."""
@@ -40,18 +38,10 @@ def note_name(index: int) -> str:
     return f"part-{index:05d}.json"
 
 
-def note_of(fields: dict[str, Any]) -> bytes:
-    """Encode a note with its checksum."""
-    return json.dumps({**fields, "checksum": digest(fields)}).encode()
-
-
 def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
     """Read a note. Returns None if it is missing or damaged."""
     try:
-        fields = read_json(storage.read(key))
-        checksum = fields.pop("checksum")
-        if checksum != digest(fields):
-            return None
+        fields = read_checked(storage, key)
         _form_of(key).model_validate(fields)
         return fields
     except (FileNotFoundError, CorruptError, ValueError, KeyError, AttributeError, TypeError):

@@ -11,6 +11,7 @@ replaced: leases, caches and notes of progress. `publish` makes a version visibl
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -19,11 +20,13 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from quiver.schemas.errors import printable
 from quiver.schemas.fields import require_names
+from quiver.schemas.manifest import digest
+from quiver.schemas.plain import read_json
 from quiver.stages.core.files import regular_file, sha256_of
 
 _NUMBER = re.compile(r"([1-9][0-9]{6,11}|[0-9]{6})(.*)")
-_MOST_DELETIONS = 3
 Stamp = tuple[str, ...]
 """Changes with every write of an object."""
 
@@ -152,6 +155,21 @@ def list_numbers(storage: Storage, prefix: str, ending: str = "") -> list[int]:
     return sorted(int(match[1]) for match in matches if match and match[2] == ending)
 
 
+def with_checksum(fields: dict[str, Any]) -> bytes:
+    """Encode the fields of a small object, and their checksum."""
+    return json.dumps({**fields, "checksum": digest(fields)}).encode()
+
+
+def read_checked(storage: Storage, key: str) -> dict[str, Any]:
+    """Return the fields of an object that `with_checksum` encoded. Raises ValueError, KeyError,
+    AttributeError or TypeError if it is damaged."""
+    fields = read_json(storage.read(key))
+    checksum = fields.pop("checksum")
+    if checksum != digest(fields):
+        raise ValueError(f"checksum expected {printable(checksum)}, found {digest(fields)}")
+    return fields
+
+
 def use_local(
     storage: Storage,
     key: str,
@@ -164,7 +182,7 @@ def use_local(
 
     If somebody deletes the copies meanwhile, they are fetched again. Raises FileNotFoundError.
     """
-    for _ in range(_MOST_DELETIONS):
+    for _ in range(3):
         with suppress(FileNotFoundError):
             return use(storage.local(key, names, again=again))
     return use(storage.local(key, names, again=again))

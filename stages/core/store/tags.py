@@ -9,7 +9,6 @@ once, one gets the number and the other sees the decision of the first.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
@@ -18,10 +17,8 @@ from pydantic import BaseModel, ConfigDict
 
 from quiver.schemas import refs
 from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, printable
-from quiver.schemas.manifest import digest
-from quiver.schemas.plain import read_json
 
-from .storage import Storage, list_numbers
+from .storage import Storage, list_numbers, read_checked, with_checksum
 
 
 class Entry(BaseModel):
@@ -112,10 +109,9 @@ class Tag:
             )
             number = max(numbers, default=0) + 1
             fields = entry.model_dump(mode="json") | self._place(number)
-            line = json.dumps({**fields, "checksum": digest(fields)}).encode()
             place = f"{self._prefix}/{number:06d}.json"
             # only one process can create the entry of this number
-            if self._storage.put_if_absent(place, line, flush_name=True):
+            if self._storage.put_if_absent(place, with_checksum(fields), flush_name=True):
                 return entry
 
     def undo(self, entry: Entry) -> None:
@@ -137,10 +133,7 @@ class Tag:
     def _entry(self, number: int) -> Entry:
         key = f"{self._prefix}/{number:06d}.json"
         try:
-            fields = read_json(self._storage.read(key))
-            checksum = fields.pop("checksum")
-            if checksum != digest(fields):
-                raise ValueError(f"checksum expected {printable(checksum)}, found {digest(fields)}")
+            fields = read_checked(self._storage, key)
             place = self._place(number)
             if {key: fields.pop(key) for key in place} != place:
                 raise ValueError("it is another entry's")

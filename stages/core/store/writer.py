@@ -77,13 +77,12 @@ from .notes import (
     SOURCES,
     WORK,
     note_name,
-    note_of,
     read_note,
     shard_name,
     summed_seconds,
 )
 from .sharing import CommittedByOther, SharedShards, SoleShards
-from .storage import read_table, size_and_sha256
+from .storage import read_table, size_and_sha256, with_checksum
 from .versions import Version, schema_module
 
 ROWS_PER_SHARD = 256
@@ -218,7 +217,7 @@ class Writer:
             if self.read_note("cut") is None:
                 for index in noted:  # the row count is unknown
                     self.drop(index)
-            self._storage.put_if_absent(f"{self.work}.notes/cut", note_of(fields))
+            self._storage.put_if_absent(f"{self.work}.notes/cut", with_checksum(fields))
             begun_with = self.read_note("cut")
             if begun_with is None:  # torn
                 self.write_note("cut", fields)
@@ -252,7 +251,7 @@ class Writer:
 
     def write_note(self, name: str, fields: dict[str, Any]) -> None:
         """Write a note beside the shards, replacing an earlier one."""
-        self._storage.put(f"{self.work}.notes/{name}", note_of(fields))
+        self._storage.put(f"{self.work}.notes/{name}", with_checksum(fields))
 
     def delete_note(self, name: str) -> None:
         """Delete a note."""
@@ -294,7 +293,7 @@ class Writer:
             is_new = self._storage.put_if_absent(f"{self._files}/{name}", raw)
             if not is_new and not self._is_whole(entry):
                 self._storage.put(f"{self._files}/{name}", raw)
-            note = note_of(entry.model_dump(mode="json"))
+            note = with_checksum(entry.model_dump(mode="json"))
             key = f"{self.work}.notes/{note_name(index)}"
             if not self._storage.put_if_absent(key, note) and not self.is_finished(index):
                 self._storage.put(key, note)
@@ -426,7 +425,6 @@ class Writer:
         """
         plan = self._plan
         schema = self._schema_name
-        place = self._files.partition("/.data/")[2]
         fields = {
             **plan.manifest_fields(),
             **self._finished,
@@ -435,7 +433,7 @@ class Writer:
             "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "commit_id": str(uuid.uuid4()),
             "files": self._entries,
-            "place": place,
+            "place": self._files.partition("/.data/")[2],
             "rows": sum(entry.rows for entry in self._entries),
             "content_hash": content_hash(schema, self._entries),
             "bytes": {"data": sum(entry.bytes for entry in self._entries)},
@@ -455,9 +453,9 @@ class Writer:
                 # in `.data`, they may be those of a version that another process, which shared
                 # the work, published while this one slept, and that was removed since
                 is_new = listing.given != self._before.given
-                for other in listing.find(self.run_key) if place and is_new else ():
-                    version = Version(Ref(self.run, self.kind, other), self._storage)
-                    if version.prefix.endswith(f"/.data/{place}"):
+                for other in listing.find(self.run_key) if is_new else ():
+                    ref = Ref(self.run, self.kind, other)
+                    if Version(ref, self._storage).prefix == self._files:
                         raise taken_over(self._name)
                 manifest = Manifest(run=self.run, kind=self.kind, version=number, **fields)
                 ref = Ref(self.run, self.kind, number)
