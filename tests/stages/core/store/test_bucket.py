@@ -128,15 +128,25 @@ def test_policies_are_uploaded_and_read_as_folders(bucket, tmp_path, monkeypatch
     left.verify()
 
 
-def test_a_small_stage_takes_forty_requests_at_most(bucket, proxy):
+def test_a_small_stage_takes_few_requests(bucket, proxy):
+    """This one reads no version."""
     commit(Store(bucket.url), Settings(seed=1))
     store = Store(bucket.url)
     requests = proxy.follow()
     commit(store, Settings(seed=2), shards=1)
-    assert len(requests) <= 40
+    assert len(requests) <= 24
     requests = proxy.follow()
     commit(Store(bucket.url), Settings(seed=2))
-    assert len(requests) <= 25
+    assert len(requests) <= 12
+
+
+def test_the_files_of_a_policy_are_compared_by_one_listing(bucket, proxy):
+    made = make_policy(Store(bucket.url), 1)
+    policy = Store(bucket.url).open(made.ref)
+    requests = proxy.follow()
+    policy.verify(*policy.files.names)
+    asked = [request.path.rpartition("/")[2] for request in requests]
+    assert len(asked) == 2 and asked[0] == "v000000.expired.optimizer"
 
 
 def each_request(bucket, proxy) -> int:
