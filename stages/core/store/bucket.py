@@ -248,7 +248,12 @@ class Bucket(Storage):
                 with suppress(FileNotFoundError):
                     status = path.stat()
                     copies.append((status.st_atime, status.st_size, path))
-        most_bytes = _cache_gib() * 1024**3
+        text, most_bytes = os.environ.get(CACHE_GIB, str(DEFAULT_CACHE_GIB)), 0.0
+        with suppress(ValueError):
+            most_bytes = float(text) * 1024**3
+        if not most_bytes > 0:
+            problem = f"{printable(text)} is not a number above 0"
+            raise ConfigError(CACHE_GIB, problem, next=f"export {CACHE_GIB}={DEFAULT_CACHE_GIB:g}")
         excess = sum(size for _, size, _ in copies) + num_bytes - 0.9 * most_bytes
         for used_at, size, path in sorted(copies):
             seconds_to_stay = _UPLOAD_SECONDS if _UPLOADS in path.parts else _IN_USE_SECONDS
@@ -360,16 +365,6 @@ class Bucket(Storage):
             return False
         self._manifests[key] = manifest
         return True
-
-
-def _cache_gib() -> float:
-    """Return the largest size of the cache, in GiB. Raises ConfigError."""
-    text = os.environ.get(CACHE_GIB, str(DEFAULT_CACHE_GIB))
-    with suppress(ValueError):
-        if float(text) > 0:
-            return float(text)
-    problem = f"{printable(text)} is not a number above 0"
-    raise ConfigError(CACHE_GIB, problem, next=f"export {CACHE_GIB}={DEFAULT_CACHE_GIB:g}")
 
 
 def _stamp(answer: Mapping[str, Any]) -> Stamp:

@@ -42,7 +42,9 @@ def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
     """Read a note. Returns None if it is missing or damaged."""
     try:
         fields = read_checked(storage, key)
-        _form_of(key).model_validate(fields)
+        name = key.rpartition("/")[2]
+        form = _ReportNote if name.endswith(".report") else _FORMS.get(name, FileEntry)
+        form.model_validate(fields)
         return fields
     except (FileNotFoundError, CorruptError, ValueError, KeyError, AttributeError, TypeError):
         return None
@@ -82,13 +84,8 @@ class _ProgressNote(_Note):
     sha256: str
 
 
-def _form_of(key: str) -> type[BaseModel]:
-    """Return the model that a note of this name must satisfy."""
-    name = key.rpartition("/")[2]
-    if name.endswith(".report"):
-        return _ReportNote
-    forms = {"cut": _CutNote, SOURCES: _SourcesNote, PROGRESS: _ProgressNote}
-    return forms.get(name, FileEntry)
+_FORMS = {"cut": _CutNote, SOURCES: _SourcesNote, PROGRESS: _ProgressNote}
+"""Models that notes must satisfy, by name; those of shards are a manifest's entries."""
 
 
 def damaged_notes(storage: Storage, run: str, kind: str) -> list[CorruptError]:

@@ -402,8 +402,10 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
         # what came into use before its mark is seen now; later users see the mark
         kept = find_kept(store, rule.keep, rule.moments, rule.spared)
         needed = {REMOVED: kept.in_use, EXPIRED: kept.versions, NO_OPTIMIZER: kept.read}
-        if apply:
-            _unmark_tagged(store, collected.marked)
+        for expiring in collected.marked if apply else ():
+            # a tag was moved to it right before its mark
+            if expiring.mark == EXPIRED and store.version(expiring.ref).mark is None:
+                store.storage.delete(marks.key_of(expiring.ref, EXPIRED))
         new = set(collected.marked)
         for expiring, age in marked:
             is_due = age >= rule.grace_seconds and expiring.ref not in needed[expiring.mark]
@@ -439,33 +441,20 @@ def _mark_all(store: Store, rule: Rule, unmarked: Iterable[Expiring]) -> OSError
     """Mark these data. Returns the error if the disk has no room for a mark: deleting what is due
     makes room."""
     for expiring in unmarked:
+        ref, why, files = expiring.ref, f"gc, moments = {rule.moments}", {}
         try:
             with suppress(CorruptError):  # damaged versions stay; `verify` reports them
-                _mark(store, rule, expiring)
+                if expiring.mark == EXPIRED:
+                    why = f"gc, keep = {rule.keep}"
+                    version = store.version(ref)
+                    for name in set(_PLANNED_WITH).intersection(version.files.names):
+                        files[name] = version.files.read(name).decode(errors="replace")
+                marks.write(store.storage, ref, expiring.mark, why, files=files)
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
             return error
     return None
-
-
-def _unmark_tagged(store: Store, marked: Iterable[Expiring]) -> None:
-    """Take back the marks of versions to which a tag was moved right before."""
-    for expiring in marked:
-        if expiring.mark == EXPIRED and store.version(expiring.ref).mark is None:
-            store.storage.delete(marks.key_of(expiring.ref, EXPIRED))
-
-
-def _mark(store: Store, rule: Rule, expiring: Expiring) -> None:
-    ref = expiring.ref
-    if expiring.mark == NO_OPTIMIZER:
-        marks.write(store.storage, ref, NO_OPTIMIZER, f"gc, moments = {rule.moments}")
-        return
-    files = {}
-    version = store.version(ref)
-    for name in set(_PLANNED_WITH).intersection(version.files.names):
-        files[name] = version.files.read(name).decode(errors="replace")
-    marks.write(store.storage, ref, EXPIRED, f"gc, keep = {rule.keep}", files=files)
 
 
 def _marked(store: Store, rule: Rule) -> Iterator[tuple[Expiring, float]]:
@@ -506,11 +495,6 @@ def _data(store: Store, ref: Ref, mark: str) -> dict[str, int]:
 def _delete_data(store: Store, ref: Ref, mark: str = REMOVED) -> None:
     """Delete the data that a mark covers, whatever the manifest lists."""
     store.storage.delete(*_data(store, ref, mark))
-
-
-def size_below(store: Store, prefix: str) -> int:
-    """Return the bytes of all objects below a prefix."""
-    return sum(size for size, _ in store.storage.files(prefix).values())
 
 
 def _abandoned(store: Store, rule: Rule) -> Iterator[tuple[Work, int]]:

@@ -159,14 +159,14 @@ class Writer:
 
     def discard(self) -> None:
         """Delete the unfinished work of an earlier attempt to make this version."""
-        place, _, name = self.work.rpartition("/")
-        others = [
-            other
-            for other in self._storage.list(place)
-            if f"{other}.".startswith(f"{name}.") and not other.endswith((".leases", ".resume"))
+        place, _, work = self.work.rpartition("/")
+        names = [
+            name
+            for name in self._storage.list(place)
+            if f"{name}.".startswith(f"{work}.") and not name.endswith((".leases", ".resume"))
         ]
         # notes first: no note may exist without its shard
-        self._storage.delete(*(f"{place}/{other}/" for other in reversed(others)))
+        self._storage.delete(*(f"{place}/{name}/" for name in reversed(names)))
 
     def take_up(self) -> None:
         """Take back the shards that a process left which died, or sleeps, while it published them.
@@ -453,8 +453,8 @@ class Writer:
                 # in `.data`, they may be those of a version that another process, which shared
                 # the work, published while this one slept, and that was removed since
                 is_new = listing.given != self._before.given
-                for other in listing.find(self.run_key) if is_new else ():
-                    ref = Ref(self.run, self.kind, other)
+                for same in listing.find(self.run_key) if is_new else ():
+                    ref = Ref(self.run, self.kind, same)
                     if Version(ref, self._storage).prefix == self._files:
                         raise taken_over(self._name)
                 manifest = Manifest(run=self.run, kind=self.kind, version=number, **fields)
