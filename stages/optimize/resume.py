@@ -97,10 +97,9 @@ class SavedProgress:
         damaged or do not fit `trainer`."""
         from safetensors.torch import load_file
 
-        key = f"{self._prefix}/{PROGRESS}"
-        note = read_note(self._storage, key)
-        if note is None and PROGRESS not in self._storage.list(self._prefix):
+        if PROGRESS not in self._storage.list(self._prefix):
             return None
+        note = read_note(self._storage, f"{self._prefix}/{PROGRESS}")
         if note is None:
             raise ValueError("its note is not what was written")
         file = f"{self._prefix}/{note['file']}"

@@ -220,7 +220,12 @@ class Bucket(Storage):
         None: the bucket is asked."""
         path = self._cache / key
         with storage_errors(self._cache), self._asking(key):
-            entry = entry or obstore.head(self._bucket, key)
+            answer = None
+            if entry is None and path.exists():
+                entry = obstore.head(self._bucket, key)
+            elif entry is None:  # a small file needs no other request
+                answer = obstore.get(self._bucket, key)
+                entry = answer.meta
             size, changed_at = entry["size"], _time_of(entry)
             copied = None
             with suppress(FileNotFoundError):
@@ -229,8 +234,9 @@ class Bucket(Storage):
                 self._make_room(size)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with replacing(path, durable=False) as file:
+                    done = file.write(answer.bytes()) if answer and size <= _PART_BYTES else 0
                     # the time limit is that of one request
-                    for start in range(0, size, _PART_BYTES):
+                    for start in range(done, size, _PART_BYTES):
                         end = min(size, start + _PART_BYTES)
                         file.write(obstore.get_range(self._bucket, key, start=start, end=end))
         os.utime(path, (time.time(), changed_at))

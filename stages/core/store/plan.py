@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from quiver.schemas.errors import ConflictError, CorruptError
-from quiver.schemas.manifest import ModelEntry, digest
+from quiver.schemas.manifest import Input, ModelEntry, digest
 from quiver.schemas.refs import Ref
 from quiver.stages.core.config import Config
 
@@ -113,6 +113,9 @@ class Plan:
             "stage_version": self.stage_version,
             "run_key": self.run_key,
             "config": self.config.model_dump(mode="json"),
-            "inputs": tuple(version.as_input(role) for role, version in self.inputs.items()),
+            "inputs": tuple(
+                Input(role=role, ref=str(version.ref), content_hash=version.manifest.content_hash)
+                for role, version in self.inputs.items()
+            ),
             "models": self.models,
         }

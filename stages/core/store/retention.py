@@ -189,29 +189,21 @@ def find_kept(
     waiting = [*roots, *kept.in_use]
     while waiting:
         ref = waiting.pop()
-        if ref not in kept.read:
-            ref = _with_data(store, ref)
-        if ref is None or ref in kept.versions:
-            continue
-        kept.versions.add(ref)
-        manifest = store.version(ref).manifest
-        sources = _sources(manifest, is_root=ref in roots)
-        if ref in kept.read:
-            kept.read.update(sources)
-        if manifest.kind == "prompts":
-            chosen_by.update(filter(store.exists, sources))
-        else:
-            waiting += sources
+        with suppress(LineageError):  # its data are gone, or will be
+            ref = ref if ref in kept.read else store.resolve(ref)
+            if ref in kept.versions:
+                continue
+            kept.versions.add(ref)
+            manifest = store.version(ref).manifest
+            sources = _sources(manifest, is_root=ref in roots)
+            if ref in kept.read:
+                kept.read.update(sources)
+            if manifest.kind == "prompts":
+                chosen_by.update(filter(store.exists, sources))
+            else:
+                waiting += sources
     kept.versions |= chosen_by
     return kept
-
-
-def _with_data(store: Store, ref: Ref) -> Ref | None:
-    """Return the version, or the one with the same content that was made again; None if its data
-    are gone, or will be."""
-    with suppress(LineageError):
-        return store.resolve(ref)
-    return None
 
 
 def _sources(manifest: Manifest, *, is_root: bool) -> list[Ref]:

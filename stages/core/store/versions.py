@@ -50,7 +50,7 @@ from quiver.schemas.errors import (
     printable,
     reason,
 )
-from quiver.schemas.manifest import FORMAT, FileEntry, Input, Manifest, from_json
+from quiver.schemas.manifest import FORMAT, FileEntry, Manifest, from_json
 from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref
 from quiver.stages.core.files import storage_errors
@@ -76,11 +76,6 @@ OPTIMIZER_FOLDER = "optimizer"
 def schema_module(kind: str):
     """Return the module of `schemas` that describes `kind`, which must be a table."""
     return importlib.import_module(f"quiver.schemas.{kind}")
-
-
-def schema_names(kind: str) -> list[str]:
-    """Return the schemas of a kind: `rollouts/1`, `rollouts/2`."""
-    return ["policy/1"] if kind == "policy" else list(schema_module(kind).SCHEMAS)
 
 
 class VersionFiles:
@@ -161,18 +156,15 @@ class Version:
         manifest = from_json(raw, str(self.ref))
         if manifest.ref != str(self.ref):
             raise self.corrupt("manifest.json", f"expected {self.ref}, found {manifest.ref}")
-        names = schema_names(self.ref.kind)
+        kind = self.ref.kind
+        names = ["policy/1"] if kind == "policy" else list(schema_module(kind).SCHEMAS)
         if manifest.kind_schema not in names:
             problem = f"schema {printable(manifest.kind_schema)}, expected {' or '.join(names)}"
             raise self.corrupt("manifest.json", problem)
-        problem = metrics.problem(self.ref.kind, manifest.metrics)
+        problem = metrics.problem(kind, manifest.metrics)
         if problem:
             raise self.corrupt("manifest.json", f"metrics.{problem}")
         return manifest
-
-    def as_input(self, role: str) -> Input:
-        """Return the manifest entry for a version that is made from this one."""
-        return Input(role=role, ref=str(self.ref), content_hash=self.manifest.content_hash)
 
     def verify(self, *names: str) -> None:
         """Check size and sha256 of files, each once per process.
@@ -384,7 +376,7 @@ class Store:
         names = []
         for name in filter(refs.NAME.fullmatch, self.storage.list("")):
             with suppress(CorruptError):  # a file, or a link
-                if self.storage.list(name):
+                if name != "store.json" and self.storage.list(name):
                     names.append(name)
         return names
 

@@ -134,7 +134,7 @@ def test_a_small_stage_takes_few_requests(bucket, proxy):
     store = Store(bucket.url)
     requests = proxy.follow()
     commit(store, Settings(seed=2), shards=1)
-    assert len(requests) <= 24
+    assert len(requests) <= 22
     requests = proxy.follow()
     commit(Store(bucket.url), Settings(seed=2))
     assert len(requests) <= 12
