@@ -41,6 +41,9 @@ def check_name(name: str, what: str = "name") -> str:
             "a name is 1 to 64 of a-z 0-9 . _ -, starts with a letter or digit, and has no '..'",
             next=f"choose another {what}",
         )
+    if name.startswith("store.json") or name.endswith(".tmp"):
+        problem = "is a name that the store uses for itself"
+        raise ConfigError(f"{what} {name}", problem, next=f"choose another {what}")
     return name
 
 

@@ -95,7 +95,9 @@ def _say_sizes(store: Store, run: str | None) -> None:
     expired data."""
     from quiver.flows.look import words
     from quiver.stages.core.store.readable import readable_entries
-    from quiver.stages.core.store.retention import size_below
+
+    def size_below(prefix: str) -> int:
+        return sum(size for size, _ in store.storage.files(prefix).values())
 
     rows = []
     all_entries = []
@@ -105,9 +107,9 @@ def _say_sizes(store: Store, run: str | None) -> None:
         all_entries += entries
         unreadable += errors
         num_bytes = sum(entry.bytes for _, entry in entries)
-        on_disk = size_below(store, name)
+        on_disk = size_below(name)
         rows.append({"run": name, "versions": len(entries), "bytes": num_bytes, "on_disk": on_disk})
-    on_disk = size_below(store, "")
+    on_disk = size_below("")
     num_bytes = sum(row["bytes"] for row in rows)
     table = [("run", "versions", "size", "on disk")]
     table += [

@@ -459,8 +459,7 @@ def load_tokenizer(version: Version) -> PreTrainedTokenizerFast:
 
 def verify_carried(version: Version) -> None:
     """Check the hashes of the files beside the weights. Raises CorruptError."""
-    for name in CARRIED_FILES:
-        version.verify(name)
+    version.verify(*CARRIED_FILES)
 
 
 def load_folders_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerFast:

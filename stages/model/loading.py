@@ -28,7 +28,6 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, ResourceError, SchemaError, printable
 from quiver.stages.core.store import Store, Version
-from quiver.stages.core.threads import map_in_threads
 from quiver.stages.model.checkpoints import (
     ADAPTER_FOLDER,
     ADAPTER_PREFIX,
@@ -55,7 +54,7 @@ def verify_model(version: Version) -> None:
     The optimizer's state is checked where it is read.
     """
     names = [entry.name for entry in version.manifest.files if "/" not in entry.name]
-    map_in_threads(version.verify, names)
+    version.verify(*names)
     has_weights = not is_adapter_alone(version)
     check_folder(version.files.folder, str(version.ref), has_weights=has_weights)
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from quiver.schemas.errors import ConfigError, CorruptError, printable
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.stage import Plan
-from quiver.stages.core.store.notes import PROGRESS, note_of, read_note
-from quiver.stages.core.store.storage import size_and_sha256
+from quiver.stages.core.store.notes import PROGRESS, read_note
+from quiver.stages.core.store.storage import size_and_sha256, use_local, with_checksum
 
 from .accelerator import of_all_ranks
 
@@ -97,16 +97,15 @@ class SavedProgress:
         damaged or do not fit `trainer`."""
         from safetensors.torch import load_file
 
-        key = f"{self._prefix}/{PROGRESS}"
-        note = read_note(self._storage, key)
-        if note is None and PROGRESS not in self._storage.list(self._prefix):
+        if PROGRESS not in self._storage.list(self._prefix):
             return None
+        note = read_note(self._storage, f"{self._prefix}/{PROGRESS}")
         if note is None:
             raise ValueError("its note is not what was written")
         file = f"{self._prefix}/{note['file']}"
         if size_and_sha256(self._storage, file)[1] != note["sha256"]:
             raise ValueError(f"{note['file']} is not what was written")
-        tensors = load_file(self._storage.local(file))
+        tensors = use_local(self._storage, file, load_file)
         trainer.check_state(tensors)
         return note, tensors
 
@@ -136,7 +135,7 @@ class SavedProgress:
                 # as text: numbers of a skipped step are not finite, which strict JSON cannot hold
                 note["counters"] = json.dumps(counters)
                 # the note must be durable before the older state is deleted
-                storage.put(f"{self._prefix}/{PROGRESS}", note_of(note), flush_name=True)
+                storage.put(f"{self._prefix}/{PROGRESS}", with_checksum(note), flush_name=True)
                 for name in storage.list(self._prefix):
                     if name not in (file, PROGRESS):
                         storage.delete(f"{self._prefix}/{name}")

@@ -242,7 +242,7 @@ def test_requests_of_a_stage(scoring, bucket, monkeypatch, record_property):
         found = proxy.follow()
         assert find_or_make(call).cached
         record_property("requests to make and to find it", (len(made), len(found)))
-        assert len(made) <= 60 and len(found) <= 14
+        assert len(made) <= 54 and len(found) <= 10
 
 
 DEPLOY = (

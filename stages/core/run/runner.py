@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from quiver.schemas.errors import BusyError, ConfigError, ConflictError, from_dict
+from quiver.schemas.errors import BusyError, ConfigError, from_dict
 from quiver.schemas.refs import Ref
 from quiver.stages.core.config import Config, parse
 from quiver.stages.core.store import Store, Version
@@ -70,14 +70,7 @@ def find_version(plan: Plan) -> Version | None:
     listing = plan.listing
     version = plan.already_made or plan.store.find(plan.run, kind, plan.run_key, listing=listing)
     if version is None:
-        only = plan.only_number
-        # taken by a version that other work made
-        if only in listing.numbers and only not in listing.find(plan.run_key):
-            raise ConflictError(
-                f"{plan.name}@{plan.only_number}",
-                plan.if_number_taken,
-                next="choose another name for the run",
-            )
+        plan.require_number(listing)
     elif accept := getattr(load_stage(plan.stage), "accept", None):
         accept(plan, version)
     return version

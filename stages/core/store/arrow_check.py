@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from quiver.schemas.errors import CorruptError, printable
@@ -23,14 +24,11 @@ _parsed_hashes: set[str] = set()
 """sha256 of each file from another user's store that a child process has parsed."""
 
 
-class ArrowCheck:
+class ArrowCheck(AbstractContextManager):
     """A child process that parses files. Started for the first file and again after a crash."""
 
     def __init__(self) -> None:
         self._child: Process | None = None
-
-    def __enter__(self) -> ArrowCheck:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.end()

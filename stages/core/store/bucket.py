@@ -46,11 +46,10 @@ from quiver.schemas.errors import (
 from quiver.stages.core.files import MOST_BYTES, replacing, sha256_of, storage_errors
 from quiver.stages.core.threads import map_in_threads
 
-from .storage import Stamp
+from .storage import Stamp, Storage
 
 _URL = re.compile(r"(s3|gs|az)://[\w.-]+(/[^?#]*)?")
 _AT_ONCE = 256  # keys in one request to delete
-_PROVIDERS = ("AWS", "AZURE", "GOOGLE")
 _TIMEOUT = "120s"
 """For one request, with its body: a shard of a few hundred MB."""
 _RETRIES = {"max_retries": 5, "retry_timeout": timedelta(seconds=180)}
@@ -71,19 +70,25 @@ CACHE_GIB = "QUIVER_CACHE_GIB"
 DEFAULT_CACHE_GIB = 100.0
 
 
-class Bucket:
-    """Objects by key below one prefix of a bucket; see `Storage`."""
+class Bucket(Storage):
+    """Objects by key below one prefix of a bucket; see `Storage`. There is nothing to flush, and
+    nothing to reclaim."""
 
     data_folder = ".data"
     is_foreign = False
 
     def __init__(self, url: str) -> None:
         self.url = url
+        for name, text in os.environ.items():  # Google's are JSON
+            if name.startswith(("AWS_", "AZURE_")) and not text.isprintable():
+                problem = "holds a line break, or another character that no header may have"
+                raise ConfigError(name, problem, next=f"export {name} without it")
         try:
             if not _URL.fullmatch(url):
                 raise ValueError("is not the URL of a bucket")
             # obstore reads no environment for the client's options if one of them is given
-            allowed = {os.environ.get(f"{name}_ALLOW_HTTP", "").lower() for name in _PROVIDERS}
+            variables = ("AWS_ALLOW_HTTP", "AZURE_ALLOW_HTTP", "GOOGLE_ALLOW_HTTP")
+            allowed = {os.environ.get(variable, "").lower() for variable in variables}
             client = {"timeout": _TIMEOUT, "allow_http": "true" in allowed}
             self._bucket = from_url(url, client_options=client, retry_config=_RETRIES)
         except (exceptions.BaseError, ValueError) as error:
@@ -121,6 +126,12 @@ class Bucket:
             raise
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "there is no such object", name) from None
+        except exceptions.InvalidPathError as error:
+            raise ResourceError(
+                name,
+                f"an object there cannot be listed: {_first_line(error)}",
+                next="delete it with the tools of the bucket's provider: it is not the store's",
+            ) from None
         except exceptions.BaseError as error:
             if _METADATA_SERVICE in str(error):
                 raise ResourceError(
@@ -166,8 +177,7 @@ class Bucket:
         with self._asking(prefix):
             listed = obstore.list_with_delimiter(self._bucket, prefix or None)
         paths = [*listed["common_prefixes"], *(entry["path"] for entry in listed["objects"])]
-        # a console's "folder" is an object without a name
-        return sorted(filter(None, (path.rpartition("/")[2] for path in paths)))
+        return sorted(path.rpartition("/")[2] for path in paths if path != prefix)
 
     def files(self, prefix: str) -> dict[str, tuple[int, float]]:
         return {
@@ -176,26 +186,24 @@ class Bucket:
         }
 
     def _entries(self, prefix: str) -> dict[str, Mapping[str, Any]]:
-        """Return what the bucket says of each object below `prefix`, by its name from there."""
+        """Return what the bucket says of each object below `prefix`, by its name from there. A
+        console's "folder" is an object without a name, and does not count."""
         start = len(prefix) + 1 if prefix else 0
         with self._asking(prefix):
             chunks = list(obstore.list(self._bucket, prefix or None))
-        return {entry["path"][start:]: entry for chunk in chunks for entry in chunk}
+        entries = {entry["path"][start:]: entry for chunk in chunks for entry in chunk}
+        entries.pop("", None)
+        return entries
 
     # -- copies on this host
 
     def local(self, key: str, names: Iterable[str] = (), *, again: bool = False) -> Path:
         keys = [f"{key}/{name}" for name in names] or [key]
         wanted = [each for each in keys if again or not self._is_fetched(each)]
-        if len(wanted) == 1:
-            with self._asking(key):
-                self._fetch(wanted[0], obstore.head(self._bucket, wanted[0]), again)
-        elif wanted:
-            entries = {f"{key}/{name}": entry for name, entry in self._entries(key).items()}
-            for missing in wanted:
-                if missing not in entries:
-                    raise FileNotFoundError(errno.ENOENT, "there is no such object", missing)
-            map_in_threads(lambda each: self._fetch(each, entries[each], again), wanted)
+        entries = self._entries(key) if len(wanted) > 1 else {}
+        map_in_threads(
+            lambda each: self._fetch(each, entries.get(each[len(key) + 1 :]), again), wanted
+        )
         return self._cache / key
 
     def _is_fetched(self, key: str) -> bool:
@@ -207,25 +215,31 @@ class Bucket:
                 return True
         return False
 
-    def _fetch(self, key: str, entry: Mapping[str, Any], again: bool) -> None:
-        """Copy an object to the cache, unless the copy there is the one that `entry` describes."""
+    def _fetch(self, key: str, entry: Mapping[str, Any] | None, again: bool) -> None:
+        """Copy an object to the cache, unless the copy there is the one that `entry` describes.
+        None: the bucket is asked."""
         path = self._cache / key
-        with suppress(FileNotFoundError):
-            status = path.stat()
-            if not again and (status.st_size, status.st_mtime) == (entry["size"], _time_of(entry)):
-                os.utime(path, (time.time(), status.st_mtime))
-                self._fetched.add(key)
-                return
         with storage_errors(self._cache), self._asking(key):
-            size = entry["size"]
-            self._make_room(size)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path, durable=False) as file:
-                # the time limit is that of one request
-                for start in range(0, size, _PART_BYTES):
-                    end = min(size, start + _PART_BYTES)
-                    file.write(obstore.get_range(self._bucket, key, start=start, end=end))
-        os.utime(path, (time.time(), _time_of(entry)))
+            answer = None
+            if entry is None and path.exists():
+                entry = obstore.head(self._bucket, key)
+            elif entry is None:  # a small file needs no other request
+                answer = obstore.get(self._bucket, key)
+                entry = answer.meta
+            size, changed_at = entry["size"], _time_of(entry)
+            copied = None
+            with suppress(FileNotFoundError):
+                copied = path.stat().st_size, path.stat().st_mtime
+            if again or copied != (size, changed_at):
+                self._make_room(size)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(path, durable=False) as file:
+                    done = file.write(answer.bytes()) if answer and size <= _PART_BYTES else 0
+                    # the time limit is that of one request
+                    for start in range(done, size, _PART_BYTES):
+                        end = min(size, start + _PART_BYTES)
+                        file.write(obstore.get_range(self._bucket, key, start=start, end=end))
+        os.utime(path, (time.time(), changed_at))
         self._fetched.add(key)
 
     def _make_room(self, num_bytes: int) -> None:
@@ -240,11 +254,15 @@ class Bucket:
                 with suppress(FileNotFoundError):
                     status = path.stat()
                     copies.append((status.st_atime, status.st_size, path))
-        most_bytes = _cache_gib() * 1024**3
+        text, most_bytes = os.environ.get(CACHE_GIB, str(DEFAULT_CACHE_GIB)), 0.0
+        with suppress(ValueError):
+            most_bytes = float(text) * 1024**3
+        if not most_bytes > 0:
+            problem = f"{printable(text)} is not a number above 0"
+            raise ConfigError(CACHE_GIB, problem, next=f"export {CACHE_GIB}={DEFAULT_CACHE_GIB:g}")
         excess = sum(size for _, size, _ in copies) + num_bytes - 0.9 * most_bytes
         for used_at, size, path in sorted(copies):
-            is_upload = _UPLOADS in path.parts
-            seconds_to_stay = _UPLOAD_SECONDS if is_upload else _IN_USE_SECONDS
+            seconds_to_stay = _UPLOAD_SECONDS if _UPLOADS in path.parts else _IN_USE_SECONDS
             if excess > 0 and time.time() - used_at >= seconds_to_stay:
                 path.unlink(missing_ok=True)
                 excess -= size
@@ -252,9 +270,7 @@ class Bucket:
 
     # -- writing
 
-    def put_if_absent(
-        self, key: str, data: bytes, *, flush_name: bool = False, durable: bool = True
-    ) -> Stamp | None:
+    def put_if_absent(self, key: str, data: bytes, **flushed: bool) -> Stamp | None:
         failure = None
         for _ in range(_MOST_TRIES):
             try:
@@ -289,13 +305,7 @@ class Bucket:
         return None
 
     def put(
-        self,
-        key: str,
-        data: bytes,
-        stamp: Stamp | None = None,
-        *,
-        flush_name: bool = False,
-        durable: bool = True,
+        self, key: str, data: bytes, stamp: Stamp | None = None, **flushed: bool
     ) -> Stamp | None:
         mode: Any = "overwrite"
         if stamp is not None:
@@ -308,46 +318,41 @@ class Bucket:
                 there = self._read_back(key, None)
                 return there[0] if there and there[1] == bytes(data) else None
 
-    def flush(self, prefix: str) -> None:
-        pass
-
     def folder(self, prefix: str) -> Path:
         path = self._cache / _UPLOADS / prefix
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def put_file(self, key: str) -> tuple[int, str]:
-        file, path = self._cache / _UPLOADS / key, self._cache / key
+    def put_file(self, key: str, file: Path | None = None) -> tuple[int, str]:
+        written = self._cache / _UPLOADS / key
         self._make_room(0)
         for tries_left in reversed(range(_MOST_TRIES)):
             try:
                 with self._asking(key):
-                    answer = obstore.put(self._bucket, key, file)
+                    answer = obstore.put(self._bucket, key, file or written)
                 break
             except RemoteError:  # large files go in parts; the answer to one may be lost
                 if not tries_left:
                     raise
-        os.utime(file, (time.time(), _time_of(answer)))  # so it is not fetched again
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file.replace(path)
-        return path.stat().st_size, sha256_of(path)
+        if file is None:
+            os.utime(written, (time.time(), _time_of(answer)))  # so it is not fetched again
+            (self._cache / key).parent.mkdir(parents=True, exist_ok=True)
+            file = written.replace(self._cache / key)
+        return file.stat().st_size, sha256_of(file)
 
     def delete(self, *keys: str) -> None:
-        folders = {key.removesuffix("/") for key in keys if key.endswith("/")}
-        above = {folder.rpartition("/")[0] for folder in folders}
-        # one listing for several folders side by side
-        names = [
-            f"{prefix}/{name}".removeprefix("/")
-            for prefix in above
-            for name in self._entries(prefix)
-        ]
+        names = []
+        if folders := [key for key in keys if key.endswith("/")]:
+            # one listing for several folders side by side
+            place = os.path.commonpath(folders)
+            names = [os.path.join(place, name) for name in self._entries(place)]
         below = []
         for key in keys:
             below += [n for n in names if n.startswith(key)] if key.endswith("/") else [key]
             shutil.rmtree(self._cache / key, ignore_errors=True)
             with suppress(OSError):
                 (self._cache / key).unlink()
-        self._fetched.difference_update(below, folders)
+        self._fetched.difference_update(below)
         for start in range(0, len(below), _AT_ONCE):
             with suppress(FileNotFoundError), self._asking(below[start]):
                 obstore.delete(self._bucket, below[start : start + _AT_ONCE])
@@ -366,19 +371,6 @@ class Bucket:
             return False
         self._manifests[key] = manifest
         return True
-
-    def reclaim(self, work: str) -> None:
-        pass
-
-
-def _cache_gib() -> float:
-    """Return the largest size of the cache, in GiB. Raises ConfigError."""
-    text = os.environ.get(CACHE_GIB, str(DEFAULT_CACHE_GIB))
-    with suppress(ValueError):
-        if float(text) > 0:
-            return float(text)
-    problem = f"{printable(text)} is not a number above 0"
-    raise ConfigError(CACHE_GIB, problem, next=f"export {CACHE_GIB}={DEFAULT_CACHE_GIB:g}")
 
 
 def _stamp(answer: Mapping[str, Any]) -> Stamp:

@@ -1,8 +1,9 @@
 """Copy a store to another place: a folder or a bucket, each way.
 
-Each file is compared with its manifest before and after. A manifest comes after its files, and
-`store.json` last. So a copy that was interrupted is no store yet; the same call goes on with it.
-Unfinished work is left out, and data that expired or were removed.
+Each file is compared with its manifest before and after, and appears whole or not at all. What is
+there with the right size is not copied again. A manifest comes after its files, and `store.json`
+last. So a copy that was interrupted is no store yet; the same call goes on with it, also beside
+another one. Unfinished work is left out, and data that expired or were removed.
 
     copied = copy(Store("store"), "s3://bucket/rl")
 
@@ -11,13 +12,12 @@ Not of the spine: `quiver store copy` is the only caller.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 
-from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, LineageError
+from quiver.schemas.errors import ConfigError, ConflictError, LineageError
 from quiver.schemas.manifest import FileEntry
 from quiver.schemas.refs import KINDS, Ref
 from quiver.stages.core.files import storage_errors
@@ -27,7 +27,7 @@ from . import marks
 from .listing import REMOVED
 from .places import locate, open_storage
 from .retention import folders_of
-from .storage import Storage, size_and_sha256
+from .storage import Storage
 from .versions import Store, Version
 
 _UNFINISHED = "store.json.copying"
@@ -77,10 +77,13 @@ def copy(source: Store, target: str) -> Copied:
                 _copy_objects(source.storage, storage, keys)
             for number in listing.numbers:
                 version = source.version(Ref(run, kind, number))
+                manifest = f"{version.ref.folder}/manifest.json"
                 if number not in listing.marks[REMOVED]:
+                    version.manifest  # noqa: B018  a torn or missing one is told
+                    # another version's files stay as they are
+                    _is_there(storage, manifest, source.storage.read(manifest))
                     copied.bytes += _copy_files(version, storage)
                 with suppress(FileNotFoundError):  # a version without a manifest may be removed
-                    manifest = f"{version.ref.folder}/manifest.json"
                     _copy_objects(source.storage, storage, [manifest])
                 copied.versions += 1
         _copy_objects(source.storage, storage, [*entries, "store.json"])
@@ -105,28 +108,26 @@ def _claim(target: Storage, marker: bytes) -> None:
         raise ConfigError(
             f"store {target.url}", "holds other things", next="name an empty or new folder"
         )
-    target.put_if_absent(_UNFINISHED, marker, flush_name=True)
+    if not target.put_if_absent(_UNFINISHED, marker, flush_name=True):
+        _claim(target, marker)
 
 
 def _copy_files(version: Version, target: Storage) -> int:
     """Copy the files of a version that did not expire. Returns their bytes; those that are there
     already do not count."""
     manifest = version.manifest
+    there = target.files(manifest.prefix)
     entries = []
     for entry in manifest.files:
         with suppress(LineageError):
             version.require(entry.name)
-            entries.append(entry)
+            if entry.name not in there or there[entry.name][0] != entry.bytes:
+                entries.append(entry)
 
     def copy_file(entry: FileEntry) -> int:
-        key = f"{manifest.prefix}/{entry.name}"
-        with suppress(FileNotFoundError, CorruptError):
-            if size_and_sha256(target, key) == (entry.bytes, entry.sha256):
-                return 0
         version.verify(entry.name)
-        file = target.folder(key.rpartition("/")[0]) / key.rpartition("/")[2]
-        shutil.copyfile(version.files.path(entry.name), file)
-        if target.put_file(key) != (entry.bytes, entry.sha256):
+        key = f"{manifest.prefix}/{entry.name}"
+        if target.put_file(key, version.files.path(entry.name)) != (entry.bytes, entry.sha256):
             raise version.corrupt(entry.name, "changed while it was copied")
         return entry.bytes
 
@@ -134,15 +135,22 @@ def _copy_files(version: Version, target: Storage) -> int:
 
 
 def _copy_objects(source: Storage, target: Storage, keys: Iterable[str]) -> None:
-    """Copy small objects.
-
-    Raises ConflictError if one is there with other bytes.
-    """
+    """Copy small objects. Raises ConflictError if one is there with other bytes."""
     for key in keys:
         raw = source.read(key)
-        if not target.put_if_absent(key, raw, flush_name=True) and target.read(key) != raw:
-            raise ConflictError(
-                f"{target.url}/{key}",
-                "differs from the source",
-                next="copy to an empty folder or bucket",
-            )
+        while not _is_there(target, key, raw):
+            target.put_if_absent(key, raw, flush_name=True)
+
+
+def _is_there(target: Storage, key: str, raw: bytes) -> bool:
+    """Return True if the copy has this object. Raises ConflictError if it has other bytes."""
+    try:
+        if target.read(key) == raw:
+            return True
+    except FileNotFoundError:
+        return False
+    raise ConflictError(
+        f"{target.url}/{key}",
+        "differs from the source",
+        next="copy to an empty folder or bucket",
+    )

@@ -177,8 +177,12 @@ class Disk:
         make_folder(path)
         return path
 
-    def put_file(self, key: str) -> tuple[int, str]:
+    def put_file(self, key: str, file: Path | None = None) -> tuple[int, str]:
         path = self.local(key)
+        if file is not None:
+            make_folder(path.parent)
+            with file.open("rb") as source, replacing(path) as copy:
+                shutil.copyfileobj(source, copy)
         path.chmod(0o644)
         sync(path)
         sync(path.parent)

@@ -146,9 +146,13 @@ class Lease:
             self._stamp = self._storage.put(self._key, raw, durable=False)
         return self._stamp is not None
 
+    def forget(self) -> None:
+        """Renew it no more: its object is about to be deleted."""
+        _renewed.discard(self)
+
     def release(self) -> None:
         """Release the lease, so that another process can take it at once."""
-        _renewed.discard(self)
+        self.forget()
         with _renewing:
             try:
                 self._write(replace(self._link, released=True))
@@ -172,6 +176,12 @@ class Leases:
     def names(self) -> list[str]:
         """Return the names of all leases that were ever taken here. Other names are ignored."""
         return list(filter(_NAME.fullmatch, self.storage.list(self.prefix)))
+
+    def workers(self) -> dict[str, Link]:
+        """Return the processes that share the work and are present, by their names."""
+        names = [name for name in self.names() if name.startswith("worker-")]
+        holders = {name.removeprefix("worker-"): self.holder(name) for name in names}
+        return {name: holder for name, holder in holders.items() if holder}
 
     def top(self, name: str) -> Link | None:
         """Return the object with the highest number, or None if the chain is empty."""
@@ -200,8 +210,6 @@ class Leases:
         times a lease's lifetime: a process that has just begun has not watched its renewals.
         """
         holders = [holder for name in self.names() if (holder := self.holder(name))]
-        if all(holder.owner.is_visible for holder in holders):
-            return holders
         changed_at = max((at for _, at in self.storage.files(self.prefix).values()), default=0.0)
         is_silent = time.time() - changed_at > 10 * SECONDS_TO_LIVE
         return [holder for holder in holders if holder.owner.is_visible or not is_silent]
@@ -254,19 +262,16 @@ class Leases:
             if lease is not None:
                 return lease
             top = self.top(name)
-            if top is None:
-                return None
             first = first or top
-            if top != first:
+            if top is None or top != first:
                 return None
             if top.owner.is_visible and abs(time.time() - top.renewed_at) < SECONDS_TO_LIVE:
                 return None
             time.sleep(min(0.5, SECONDS_TO_LIVE / 4))
 
     def _is_free(self, name: str, holder: Link) -> bool:
-        if holder.released or holder.owner.is_dead:
-            return True
-        if holder.owner.is_stopped and time.time() - holder.renewed_at >= SECONDS_TO_LIVE:
+        is_late = time.time() - holder.renewed_at >= SECONDS_TO_LIVE
+        if holder.released or holder.owner.is_dead or (is_late and holder.owner.is_stopped):
             return True
         return self._seconds_unchanged(f"link of {name}", holder) >= SECONDS_TO_LIVE
 
@@ -291,11 +296,10 @@ def _renew_for_ever() -> None:
     while True:
         time.sleep(SECONDS_BETWEEN_RENEWALS)
         for lease in list(_renewed):
-            try:
+            # the disk may answer next time; if not, another takes over
+            with suppress(OSError):
                 if not lease.renew():
                     _renewed.discard(lease)  # the version is committed, and its leases are cleared
-            except OSError:  # the disk may answer next time; if not, another takes over
-                continue
 
 
 def _forget_leases() -> None:

@@ -25,9 +25,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from quiver.schemas.errors import CorruptError
-from quiver.schemas.manifest import Manifest, from_json
+from quiver.schemas.manifest import from_json
 from quiver.schemas.refs import Ref
 from quiver.stages.core.threads import map_in_threads
 
@@ -58,17 +59,11 @@ class Summary:
     """Why the manifest cannot be read, or empty."""
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Summary:
-        """Build the summary of a manifest."""
-        num_bytes = sum(manifest.bytes.values())
-        return cls(
-            manifest.version,
-            manifest.run_key,
-            manifest.stage,
-            manifest.rows,
-            num_bytes,
-            manifest.created,
-        )
+    def of(cls, fields: Mapping[str, Any]) -> Summary:
+        """Build the summary of a manifest from its fields."""
+        num_bytes = sum(fields["bytes"].values())
+        names = ("version", "run_key", "stage", "rows")
+        return cls(*(fields[name] for name in names), num_bytes, fields["created"])
 
     def line(self) -> bytes:
         """Return its line in the index."""
@@ -106,11 +101,12 @@ class Listing:
         if not gone or not numbers:
             return numbers
         lines, _ = self._lines
-        first_of = {_run_key(lines[number]): number for number in gone if number in lines}
+        run_keys = {number: line.split()[1] for number, line in lines.items()}
+        # a torn one has no run key, so it has its own place
+        first_of = {run_keys.get(number, number): number for number in gone}
 
         def place(number: int) -> tuple[int, int]:
-            first = first_of.get(_run_key(lines[number]), number) if number in lines else number
-            return min(first, number), number
+            return min(first_of.get(run_keys.get(number, number), number), number), number
 
         return sorted(numbers, key=place)
 
@@ -153,7 +149,7 @@ class Listing:
         ref = Ref(self._run, self._kind, number)
         try:
             raw = self._storage.read(f"{ref.folder}/manifest.json")
-            summary = _quick(raw) or Summary.of(from_json(raw, str(ref)))
+            summary = _quick(raw) or Summary.of(vars(from_json(raw, str(ref))))
             if summary.number == number and _LINE.fullmatch(summary.line()):
                 return summary
             problem = f"its number is {summary.number}, or its stage or date not one word"
@@ -176,10 +172,7 @@ def _quick(raw: bytes) -> Summary | None:
     if hashlib.sha256(raw[: match.start()] + raw[match.end() :]).hexdigest().encode() != match[1]:
         return None
     with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        fields = json.loads(raw)
-        names = ("version", "run_key", "stage", "rows")
-        num_bytes = sum(fields["bytes"].values())
-        return Summary(*(fields[name] for name in names), num_bytes, fields["created"])
+        return Summary.of(json.loads(raw))
     return None
 
 
@@ -202,10 +195,6 @@ def _lines_of(index: bytes) -> Mapping[int, bytes]:
     with suppress(ValueError):
         return {int(line.partition(b" ")[0]): line for line in lines.splitlines()}
     return {}
-
-
-def _run_key(line: bytes) -> bytes:
-    return line.split()[1]
 
 
 def _parse(line: bytes) -> Summary:

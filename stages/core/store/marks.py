@@ -14,19 +14,17 @@ Not of the spine: `retention` writes marks, and readers turn them into errors.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 
 from quiver.schemas.errors import CorruptError, ExpiredError, LineageError, printable
-from quiver.schemas.manifest import digest, from_json
-from quiver.schemas.plain import read_json
+from quiver.schemas.manifest import from_json
 from quiver.schemas.refs import Ref
 
 from .listing import EXPIRED, REMOVED
-from .storage import Storage
+from .storage import Storage, read_checked, with_checksum
 
 
 @dataclass(frozen=True)
@@ -67,19 +65,16 @@ def write(storage: Storage, ref: Ref, name: str, why: str, **fields) -> None:
     """
     at = datetime.now(UTC).isoformat(timespec="milliseconds")
     content = asdict(Mark(str(ref), _commit_id(storage, ref), at, why, **fields))
-    line = json.dumps({**content, "checksum": digest(content)}).encode()
     # durable before the data are deleted
-    storage.put_if_absent(key_of(ref, name), line, flush_name=True)
+    storage.put_if_absent(key_of(ref, name), with_checksum(content), flush_name=True)
 
 
 def read(storage: Storage, ref: Ref, name: str) -> Mark | None:
     """Return a mark of a version; None if it is not there. Raises CorruptError if it cannot be
     read, or names another version."""
     try:
-        fields = read_json(storage.read(key_of(ref, name)))
-        checksum = fields.pop("checksum")
-        mark = Mark(**fields)
-        if checksum == digest(fields) and mark.seconds is not None and mark.ref == str(ref):
+        mark = Mark(**read_checked(storage, key_of(ref, name)))
+        if mark.seconds is not None and mark.ref == str(ref):
             return mark
     except FileNotFoundError:
         return None

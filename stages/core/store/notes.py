@@ -9,17 +9,15 @@ Not of the spine: the writer needs to know only that a note is either whole or a
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from quiver.schemas.errors import CorruptError
-from quiver.schemas.manifest import FileEntry, digest
-from quiver.schemas.plain import read_json
+from quiver.schemas.manifest import FileEntry
 
-from .storage import Storage, size_and_sha256
+from .storage import Storage, read_checked, size_and_sha256
 
 PROGRESS = "progress"
 """Name of the note that makes a resume state valid."""
@@ -40,24 +38,16 @@ def note_name(index: int) -> str:
     return f"part-{index:05d}.json"
 
 
-def note_of(fields: dict[str, Any]) -> bytes:
-    """Encode a note with its checksum."""
-    return json.dumps({**fields, "checksum": digest(fields)}).encode()
-
-
 def read_note(storage: Storage, key: str) -> dict[str, Any] | None:
     """Read a note. Returns None if it is missing or damaged."""
     try:
-        fields = read_json(storage.read(key))
-        checksum = fields.pop("checksum")
-        if checksum != digest(fields):
-            return None
-        _form_of(key).model_validate(fields)
-    except (FileNotFoundError, CorruptError):
+        fields = read_checked(storage, key)
+        name = key.rpartition("/")[2]
+        form = _ReportNote if name.endswith(".report") else _FORMS.get(name, FileEntry)
+        form.model_validate(fields)
+        return fields
+    except (FileNotFoundError, CorruptError, ValueError, KeyError, AttributeError, TypeError):
         return None
-    except (ValueError, KeyError, AttributeError, TypeError):
-        return None
-    return fields
 
 
 class _Note(BaseModel):
@@ -94,13 +84,8 @@ class _ProgressNote(_Note):
     sha256: str
 
 
-def _form_of(key: str) -> type[BaseModel]:
-    """Return the model that a note of this name must satisfy."""
-    name = key.rpartition("/")[2]
-    if name.endswith(".report"):
-        return _ReportNote
-    forms = {"cut": _CutNote, SOURCES: _SourcesNote, PROGRESS: _ProgressNote}
-    return forms.get(name, FileEntry)
+_FORMS = {"cut": _CutNote, SOURCES: _SourcesNote, PROGRESS: _ProgressNote}
+"""Models that notes must satisfy, by name; those of shards are a manifest's entries."""
 
 
 def damaged_notes(storage: Storage, run: str, kind: str) -> list[CorruptError]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from quiver.schemas.errors import CorruptError
-from quiver.schemas.manifest import ModelEntry, digest
+from quiver.schemas.errors import ConflictError, CorruptError
+from quiver.schemas.manifest import Input, ModelEntry, digest
 from quiver.schemas.refs import Ref
 from quiver.stages.core.config import Config
 
@@ -89,6 +89,16 @@ class Plan:
                     attempts.append(int(place.split(".")[1]) + 1)
         return max(attempts)
 
+    def require_number(self, listing: Listing) -> None:
+        """Raise ConflictError if other work has the only number that the version may have."""
+        number = self.only_number
+        if number in listing.numbers and number not in listing.find(self.run_key):
+            raise ConflictError(
+                f"{self.name}@{number}",
+                self.if_number_taken,
+                next="choose another name for the run",
+            )
+
     @property
     def work(self) -> str:
         """Prefix of the unfinished work of the last kind; `.notes`, `.leases` and `.resume` follow
@@ -107,6 +117,9 @@ class Plan:
             "stage_version": self.stage_version,
             "run_key": self.run_key,
             "config": self.config.model_dump(mode="json"),
-            "inputs": tuple(version.as_input(role) for role, version in self.inputs.items()),
+            "inputs": tuple(
+                Input(role=role, ref=str(version.ref), content_hash=version.manifest.content_hash)
+                for role, version in self.inputs.items()
+            ),
             "models": self.models,
         }

@@ -66,7 +66,7 @@ def readable_entries(
         for ref in refs:
             try:
                 with storage_errors(ref):
-                    entries.append((ref, Summary.of(store.version(ref).manifest)))
+                    entries.append((ref, Summary.of(vars(store.version(ref).manifest))))
             except QuiverError as error:
                 errors.append(error)
     for name in runs:

@@ -53,6 +53,7 @@ from .listing import EXPIRED, NO_OPTIMIZER, REMOVED
 from .notes import SOURCES, WORK, read_note
 from .versions import OPTIMIZER_FOLDER, Store, Version
 
+_UNREADABLE = (QuiverError, OSError)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _PLANNED_WITH = ("config.json", "generation_config.json")
 """Files of a policy that plans read beside its manifest; the mark keeps their text."""
@@ -166,7 +167,7 @@ def find_kept(
     """
     kept = Kept()
     # stages at work come first: a stage that ended before this line has published its versions
-    for stage in list(stages_at_work(store)):
+    for stage in stages_at_work(store):
         kept.run_keys.add(stage.run_key)
         kept.read.update(filter(None, map(as_version, stage.refs)))
     roots = set(map(parse, spared))
@@ -188,29 +189,21 @@ def find_kept(
     waiting = [*roots, *kept.in_use]
     while waiting:
         ref = waiting.pop()
-        if ref not in kept.read:
-            ref = _with_data(store, ref)
-        if ref is None or ref in kept.versions:
-            continue
-        kept.versions.add(ref)
-        manifest = store.version(ref).manifest
-        sources = _sources(manifest, is_root=ref in roots)
-        if ref in kept.read:
-            kept.read.update(sources)
-        if manifest.kind == "prompts":
-            chosen_by.update(filter(store.exists, sources))
-        else:
-            waiting += sources
+        with suppress(LineageError):  # its data are gone, or will be
+            ref = ref if ref in kept.read else store.resolve(ref)
+            if ref in kept.versions:
+                continue
+            kept.versions.add(ref)
+            manifest = store.version(ref).manifest
+            sources = _sources(manifest, is_root=ref in roots)
+            if ref in kept.read:
+                kept.read.update(sources)
+            if manifest.kind == "prompts":
+                chosen_by.update(filter(store.exists, sources))
+            else:
+                waiting += sources
     kept.versions |= chosen_by
     return kept
-
-
-def _with_data(store: Store, ref: Ref) -> Ref | None:
-    """Return the version, or the one with the same content that was made again; None if its data
-    are gone, or will be."""
-    with suppress(LineageError):
-        return store.resolve(ref)
-    return None
 
 
 def _sources(manifest: Manifest, *, is_root: bool) -> list[Ref]:
@@ -235,15 +228,15 @@ def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
     Tags and manifests that cannot be read are skipped; `verify` reports them.
     """
     tag_names, versions = [], []
-    with suppress(QuiverError, OSError):
+    with suppress(*_UNREADABLE):
         for name in store.tag_names(ref.run):
-            with suppress(QuiverError, OSError):
+            with suppress(*_UNREADABLE):
                 if store.tagged(ref.run, name) == str(ref):
                     tag_names.append(name)
     for run, kind in product(store.runs(), KINDS):
-        with suppress(QuiverError, OSError):
+        with suppress(*_UNREADABLE):
             for other in store.refs(run, kind):
-                with suppress(QuiverError, OSError):
+                with suppress(*_UNREADABLE):
                     manifest = store.version(other).manifest
                     sources = {entry.ref for entry in (*manifest.inputs, *manifest.models)}
                     if str(ref) in sources and other != ref:
@@ -262,7 +255,8 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
             work reads it.
     """
     target = parse(ref)
-    aside = marks.read(store.storage, target, REMOVED) if _has_number(target) else None
+    has_number = isinstance(target.version, int)
+    aside = marks.read(store.storage, target, REMOVED) if has_number else None
     if aside is not None and aside.keep:
         _delete_data(store, target)
         return target, users_of(store, target)[1]
@@ -274,21 +268,17 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
     with storage_errors(target):
         marks.write(store.storage, target, REMOVED, why)
         try:
-            _require_unused(store, target)
+            users = _require_unused(store, target)
         except QuiverError:
             # it came into use meanwhile; no other process acts on the mark so soon
             store.storage.delete(marks.key_of(target, REMOVED))
             raise
         _delete_data(store, target)
-    return target, users_of(store, target)[1]
+    return target, users
 
 
-def _has_number(ref: Ref) -> bool:
-    return isinstance(ref.version, int)
-
-
-def _require_unused(store: Store, ref: Ref) -> None:
-    """Check that a version may be deleted.
+def _require_unused(store: Store, ref: Ref) -> list[str]:
+    """Check that a version may be deleted, and return the references of versions made from it.
 
     Raises:
         ConflictError: a tag points at it, a policy needs it as base of its adapter, or a stage at
@@ -302,8 +292,8 @@ def _require_unused(store: Store, ref: Ref) -> None:
                 f"tag {name} points at it",
                 next="point the tag at another version first",
             )
-    users = [parse(user) for user in users_of(store, ref)[1]]
-    policies = [user for user in users if user.kind == ref.kind == "policy"]
+    users = users_of(store, ref)[1]
+    policies = [user for user in map(parse, users) if user.kind == ref.kind == "policy"]
     for manifest in (store.version(policy).manifest for policy in policies):
         base = manifest.input("base")
         names = [entry.name for entry in manifest.files if "/" not in entry.name]
@@ -319,6 +309,7 @@ def _require_unused(store: Store, ref: Ref) -> None:
             raise ConflictError(
                 str(ref), f"{stage.name} reads it", next="wait for it, then delete it"
             )
+    return users
 
 
 def put_aside(store: Store, ref: str | Ref) -> Ref:
@@ -389,8 +380,7 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
         store.storage.list(key)
     collected = Collected()
     # abandoned work goes first, since deleting it needs no room for a mark
-    for work in list(_abandoned(store, rule)):
-        num_bytes = sum(size_below(store, key) for key in work.keys)
+    for work, num_bytes in list(_abandoned(store, rule)):
         if not apply or _sweep(store, work):
             collected.work.append((work, num_bytes))
     # a version that is committed after this line is not looked at
@@ -399,20 +389,23 @@ def collect(store: Store, rule: Rule, *, apply: bool = False) -> Collected:
     collected.marked = list(_not_kept(store, there, kept))
     with storage_errors("gc"):
         no_room = _mark_all(store, rule, collected.marked) if apply else None
-        marked = list(_marked(store, rule, () if apply else collected.marked))
+        planned = ((expiring, 0.0) for expiring in collected.marked if not apply)
+        marked = [*planned, *_marked(store, rule)]
         # what came into use before its mark is seen now; later users see the mark
         kept = find_kept(store, rule.keep, rule.moments, rule.spared)
         needed = {REMOVED: kept.in_use, EXPIRED: kept.versions, NO_OPTIMIZER: kept.read}
-        if apply:
-            _unmark_tagged(store, collected.marked)
-        new = {(expiring.ref, expiring.mark) for expiring in collected.marked}
+        for expiring in collected.marked if apply else ():
+            # a tag was moved to it right before its mark
+            if expiring.mark == EXPIRED and store.version(expiring.ref).mark is None:
+                store.storage.delete(marks.key_of(expiring.ref, EXPIRED))
+        new = set(collected.marked)
         for expiring, age in marked:
             is_due = age >= rule.grace_seconds and expiring.ref not in needed[expiring.mark]
             if is_due and apply:
                 _delete_data(store, expiring.ref, expiring.mark)
             if is_due:
                 collected.deleted.append(expiring)
-            elif (expiring.ref, expiring.mark) not in new:
+            elif expiring not in new:
                 collected.waiting.append(expiring)
         if no_room is not None and not collected.deleted:
             raise no_room
@@ -440,9 +433,15 @@ def _mark_all(store: Store, rule: Rule, unmarked: Iterable[Expiring]) -> OSError
     """Mark these data. Returns the error if the disk has no room for a mark: deleting what is due
     makes room."""
     for expiring in unmarked:
+        ref, why, files = expiring.ref, f"gc, moments = {rule.moments}", {}
         try:
             with suppress(CorruptError):  # damaged versions stay; `verify` reports them
-                _mark(store, rule, expiring)
+                if expiring.mark == EXPIRED:
+                    why = f"gc, keep = {rule.keep}"
+                    version = store.version(ref)
+                    for name in set(_PLANNED_WITH).intersection(version.files.names):
+                        files[name] = version.files.read(name).decode(errors="replace")
+                marks.write(store.storage, ref, expiring.mark, why, files=files)
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
@@ -450,31 +449,8 @@ def _mark_all(store: Store, rule: Rule, unmarked: Iterable[Expiring]) -> OSError
     return None
 
 
-def _unmark_tagged(store: Store, marked: Iterable[Expiring]) -> None:
-    """Take back the marks of versions to which a tag was moved right before."""
-    for expiring in marked:
-        if expiring.mark == EXPIRED and store.version(expiring.ref).mark is None:
-            store.storage.delete(marks.key_of(expiring.ref, EXPIRED))
-
-
-def _mark(store: Store, rule: Rule, expiring: Expiring) -> None:
-    ref = expiring.ref
-    if expiring.mark == NO_OPTIMIZER:
-        marks.write(store.storage, ref, NO_OPTIMIZER, f"gc, moments = {rule.moments}")
-        return
-    files = {}
-    version = store.version(ref)
-    for name in set(_PLANNED_WITH).intersection(version.files.names):
-        files[name] = version.files.read(name).decode(errors="replace")
-    marks.write(store.storage, ref, EXPIRED, f"gc, keep = {rule.keep}", files=files)
-
-
-def _marked(
-    store: Store, rule: Rule, planned: Collection[Expiring]
-) -> Iterator[tuple[Expiring, float]]:
-    """Yield the marked data that are still there, and the age of the mark in seconds; 0 for those
-    that are only planned to be marked."""
-    yield from ((expiring, 0.0) for expiring in planned)
+def _marked(store: Store, rule: Rule) -> Iterator[tuple[Expiring, float]]:
+    """Yield the marked data that are still there, and the age of the mark in seconds."""
     for run, kind in product(rule.runs_of(store), KINDS):
         listing = store.listing(run, kind)
         earlier: set[int] = set()
@@ -513,14 +489,9 @@ def _delete_data(store: Store, ref: Ref, mark: str = REMOVED) -> None:
     store.storage.delete(*_data(store, ref, mark))
 
 
-def size_below(store: Store, prefix: str) -> int:
-    """Return the bytes of all objects below a prefix."""
-    return sum(size for size, _ in store.storage.files(prefix).values())
-
-
-def _abandoned(store: Store, rule: Rule) -> Iterator[Work]:
+def _abandoned(store: Store, rule: Rule) -> Iterator[tuple[Work, int]]:
     """Yield the work that no process holds a lease of, and that is done, or older than the grace
-    time."""
+    time; and its bytes."""
     at_work = {stage.run_key for stage in stages_at_work(store)}
     for run, kind in product(rule.runs_of(store), KINDS):
         summaries = store.listing(run, kind).summaries()
@@ -535,7 +506,7 @@ def _abandoned(store: Store, rule: Rule) -> Iterator[Work]:
             is_old = time.time() - changed_at >= rule.grace_seconds
             is_done = num_made[work.run_key] > work.attempt
             if (is_done or is_old) and work.run_key not in at_work:
-                yield work
+                yield work, sum(size for size, _ in files)
 
 
 def _unpublished(store: Store, run: str, kind: str, num_made: Counter[str]) -> Iterator[str]:
@@ -573,7 +544,9 @@ def _sweep(store: Store, work: Work) -> bool:
             published = _places(store, work) if in_bucket else {}
             # notes before the shards that they describe
             keys = [key for key in reversed(work.keys) if key not in published]
-            store.storage.delete(*(f"{key}/" for key in keys if not key.endswith(".leases")))
+            for key in keys:
+                if not key.endswith(".leases"):
+                    store.storage.delete(f"{key}/")
             # its process slept for the grace time, and published it at this moment
             for key, ref in _places(store, work).items() if in_bucket else ():
                 if key in keys:

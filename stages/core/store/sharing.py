@@ -18,7 +18,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
+
+from quiver.stages.core.threads import map_in_threads
 
 from .leases import Lease, Leases
 
@@ -53,8 +56,7 @@ class SoleShards:
         self._untaken = list(self._unfinished)
 
     def __iter__(self) -> Iterator[int]:
-        while self._untaken:
-            yield self._untaken.pop(0)
+        return iter(self.take, None)
 
     def unfinished(self) -> list[int]:
         """Return the unfinished shards, rising."""
@@ -118,7 +120,7 @@ class SharedShards:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for lease in [*self._held.values(), *([self.commit_lease] if self.commit_lease else [])]:
+        for lease in filter(None, [*self._held.values(), self.commit_lease]):
             lease.release()
 
     def begin(self, count: int) -> None:
@@ -167,7 +169,8 @@ class SharedShards:
         if lease is None:
             return False
         self._writer.take_up()  # another process may have died while it committed
-        damaged = [index for index in range(self._count) if not self._writer.is_finished(index)]
+        whole = map_in_threads(self._writer.is_finished, range(self._count))
+        damaged = [index for index, is_whole in enumerate(whole) if not is_whole]
         for index in damaged:
             self._writer.drop(index)
         if damaged:
@@ -184,10 +187,10 @@ class SharedShards:
         if self._held and time.monotonic() - self._refused_at < _POLL_SECONDS:
             return None  # an engine asks at each of its steps
         untaken = [index for index in self.unfinished() if index not in self._held]
-        index = None
-        free = [index for index in untaken if self._leases.holder(_shard(index)) is None]
-        if not self._held or len(free) > len(self._other_workers()):
-            index = self._lease_one(untaken)
+        num_needed = len(self._other_workers()) + 1 if self._held else 0
+        free = (index for index in untaken if self._leases.holder(_shard(index)) is None)
+        is_enough = len(list(islice(free, num_needed))) == num_needed
+        index = self._lease_one(untaken) if is_enough else None
         self._refused_at = time.monotonic() if index is None else float("-inf")
         return index
 
@@ -247,9 +250,7 @@ class SharedShards:
 
     def _other_workers(self) -> list[str]:
         """Return the names of the other processes that are present."""
-        names = [name for name in self._leases.names() if name.startswith("worker-")]
-        workers = [name.removeprefix("worker-") for name in names if self._leases.holder(name)]
-        return [worker for worker in workers if worker != self._worker]
+        return [worker for worker in self._leases.workers() if worker != self._worker]
 
     def _report_names(self) -> list[str]:
         return [name for name in self._writer.note_names() if name.endswith(".report")]

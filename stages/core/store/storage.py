@@ -11,18 +11,22 @@ replaced: leases, caches and notes of progress. `publish` makes a version visibl
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 
+from quiver.schemas.errors import printable
 from quiver.schemas.fields import require_names
+from quiver.schemas.manifest import digest
+from quiver.schemas.plain import read_json
 from quiver.stages.core.files import regular_file, sha256_of
 
-_NUMBER = re.compile(r"[0-9]{6,12}")
+_NUMBER = re.compile(r"([1-9][0-9]{6,11}|[0-9]{6})(.*)")
 Stamp = tuple[str, ...]
 """Changes with every write of an object."""
 
@@ -107,9 +111,9 @@ class Storage(Protocol):
         They become objects below `prefix` by `put_file`."""
         ...
 
-    def put_file(self, key: str) -> tuple[int, str]:
-        """Make a file that a library wrote into `folder` an object, which survives a power loss and
-        which other users can read. Returns its size and sha256."""
+    def put_file(self, key: str, file: Path | None = None) -> tuple[int, str]:
+        """Make a file that a library wrote into `folder`, or a copy of `file`, an object, which
+        survives a power loss and which other users can read. Returns its size and sha256."""
         ...
 
     def delete(self, *keys: str) -> None:
@@ -147,11 +151,44 @@ class Storage(Protocol):
         ...
 
 
-def list_numbers(storage: Storage, prefix: str) -> list[int]:
-    """Return the numbers of objects directly below `prefix`, named `000001` or `000001.json`,
-    rising."""
-    names = (name.removesuffix(".json") for name in storage.list(prefix))
-    return sorted(int(name) for name in names if _NUMBER.fullmatch(name))
+def list_numbers(storage: Storage, prefix: str, ending: str = "") -> list[int]:
+    """Return the numbers of objects directly below `prefix`, named `000001` and `ending`, rising.
+    Objects with other names are not the store's."""
+    matches = map(_NUMBER.fullmatch, storage.list(prefix))
+    return sorted(int(match[1]) for match in matches if match and match[2] == ending)
+
+
+def with_checksum(fields: dict[str, Any]) -> bytes:
+    """Encode the fields of a small object, and their checksum."""
+    return json.dumps({**fields, "checksum": digest(fields)}).encode()
+
+
+def read_checked(storage: Storage, key: str) -> dict[str, Any]:
+    """Return the fields of an object that `with_checksum` encoded. Raises ValueError, KeyError,
+    AttributeError or TypeError if it is damaged."""
+    fields = read_json(storage.read(key))
+    checksum = fields.pop("checksum")
+    if checksum != digest(fields):
+        raise ValueError(f"checksum expected {printable(checksum)}, found {digest(fields)}")
+    return fields
+
+
+def use_local(
+    storage: Storage,
+    key: str,
+    use: Callable[[Path], Any],
+    names: Iterable[str] = (),
+    *,
+    again: bool = False,
+) -> Any:
+    """Return what `use` makes of the path that `Storage.local` returns.
+
+    If somebody deletes the copies meanwhile, they are fetched again. Raises FileNotFoundError.
+    """
+    for _ in range(3):
+        with suppress(FileNotFoundError):
+            return use(storage.local(key, names, again=again))
+    return use(storage.local(key, names, again=again))
 
 
 def size_and_sha256(
@@ -162,13 +199,12 @@ def size_and_sha256(
     If they are not `expected`, its copy on this host may be damaged, so a new one counts. Raises
     CorruptError if it is not a regular file.
     """
-    with suppress(FileNotFoundError):  # also if somebody deletes the copies
-        path = regular_file(storage.local(key), key)
-        first = path.stat().st_size, sha256_of(path)
-        if expected in (None, first):
-            return first
-    path = regular_file(storage.local(key, again=True), key)
-    return path.stat().st_size, sha256_of(path)
+
+    def measure(path: Path) -> tuple[int, str]:
+        return regular_file(path, key).stat().st_size, sha256_of(path)
+
+    first = use_local(storage, key, measure)
+    return first if expected in (None, first) else use_local(storage, key, measure, again=True)
 
 
 def read_table(storage: Storage, key: str) -> pa.Table:
@@ -176,7 +212,7 @@ def read_table(storage: Storage, key: str) -> pa.Table:
 
     Raises pyarrow.ArrowException if it cannot be parsed.
     """
-    file = pa.memory_map(str(regular_file(storage.local(key), key)))
+    file = use_local(storage, key, lambda path: pa.memory_map(str(regular_file(path, key))))
     try:
         table = pa.ipc.open_file(file).read_all()
         require_names(table.schema)

@@ -9,7 +9,6 @@ once, one gets the number and the other sees the decision of the first.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
@@ -18,10 +17,8 @@ from pydantic import BaseModel, ConfigDict
 
 from quiver.schemas import refs
 from quiver.schemas.errors import ConfigError, ConflictError, CorruptError, printable
-from quiver.schemas.manifest import digest
-from quiver.schemas.plain import read_json
 
-from .storage import Storage, list_numbers
+from .storage import Storage, list_numbers, read_checked, with_checksum
 
 
 class Entry(BaseModel):
@@ -55,12 +52,12 @@ class Tag:
 
     def newest(self) -> Entry | None:
         """Return the newest entry, or None if there is no such tag. Raises CorruptError."""
-        numbers = list_numbers(self._storage, self._prefix)
+        numbers = self._numbers()
         return self._entry(numbers[-1]) if numbers else None
 
     def history(self) -> list[Entry]:
         """Return the tag's entries, oldest first. Raises CorruptError."""
-        return [self._entry(number) for number in list_numbers(self._storage, self._prefix)]
+        return [self._entry(number) for number in self._numbers()]
 
     def move(
         self, target: str, content_hash: str, expected: str | None, why: str, key: str, about: dict
@@ -79,7 +76,7 @@ class Tag:
         """
         while True:
             # take all from one look at the entries: one written meanwhile has the next number
-            numbers = list_numbers(self._storage, self._prefix)
+            numbers = self._numbers()
             entries = []
             for number in numbers:
                 try:
@@ -112,10 +109,9 @@ class Tag:
             )
             number = max(numbers, default=0) + 1
             fields = entry.model_dump(mode="json") | self._place(number)
-            line = json.dumps({**fields, "checksum": digest(fields)}).encode()
             place = f"{self._prefix}/{number:06d}.json"
             # only one process can create the entry of this number
-            if self._storage.put_if_absent(place, line, flush_name=True):
+            if self._storage.put_if_absent(place, with_checksum(fields), flush_name=True):
                 return entry
 
     def undo(self, entry: Entry) -> None:
@@ -127,6 +123,9 @@ class Tag:
             why = f"back from {entry.ref}, which expired"
             self.move(before.ref, before.content_hash, entry.ref, why, "", {})
 
+    def _numbers(self) -> list[int]:
+        return list_numbers(self._storage, self._prefix, ".json")
+
     def _place(self, number: int) -> dict[str, Any]:
         """Return the fields that bind an entry to its tag and number."""
         return {"tag": f"{self._run}/{self.name}", "number": number}
@@ -134,10 +133,7 @@ class Tag:
     def _entry(self, number: int) -> Entry:
         key = f"{self._prefix}/{number:06d}.json"
         try:
-            fields = read_json(self._storage.read(key))
-            checksum = fields.pop("checksum")
-            if checksum != digest(fields):
-                raise ValueError(f"checksum expected {printable(checksum)}, found {digest(fields)}")
+            fields = read_checked(self._storage, key)
             place = self._place(number)
             if {key: fields.pop(key) for key in place} != place:
                 raise ValueError("it is another entry's")

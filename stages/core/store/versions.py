@@ -50,7 +50,7 @@ from quiver.schemas.errors import (
     printable,
     reason,
 )
-from quiver.schemas.manifest import FORMAT, FileEntry, Input, Manifest, from_json
+from quiver.schemas.manifest import FORMAT, FileEntry, Manifest, from_json
 from quiver.schemas.plain import read_json
 from quiver.schemas.refs import Ref
 from quiver.stages.core.files import storage_errors
@@ -60,7 +60,7 @@ from . import marks
 from .listing import EXPIRED, NO_OPTIMIZER, REMOVED, Listing, Summary
 from .marks import Mark
 from .places import locate, open_storage
-from .storage import Storage, read_table, size_and_sha256
+from .storage import Storage, read_table, size_and_sha256, use_local
 from .tags import Entry, Tag, check_name, is_name
 
 if TYPE_CHECKING:
@@ -76,11 +76,6 @@ OPTIMIZER_FOLDER = "optimizer"
 def schema_module(kind: str):
     """Return the module of `schemas` that describes `kind`, which must be a table."""
     return importlib.import_module(f"quiver.schemas.{kind}")
-
-
-def schema_names(kind: str) -> list[str]:
-    """Return the schemas of a kind: `rollouts/1`, `rollouts/2`."""
-    return ["policy/1"] if kind == "policy" else list(schema_module(kind).SCHEMAS)
 
 
 class VersionFiles:
@@ -99,7 +94,7 @@ class VersionFiles:
         """Folder on this host with all files but optimizer state. Nothing in it may be changed."""
         names = [name for name in self.names if not name.startswith(f"{OPTIMIZER_FOLDER}/")]
         try:
-            return self._storage.local(self._prefix, names)
+            return use_local(self._storage, self._prefix, Path, names)
         except FileNotFoundError:
             raise self._version.missing("") from None
 
@@ -110,7 +105,7 @@ class VersionFiles:
 
     def path(self, name: str) -> Path:
         """Return the path of a file on this host. It is not checked: see `Version.verify`."""
-        return self._storage.local(f"{self._prefix}/{name}")
+        return use_local(self._storage, f"{self._prefix}/{name}", Path)
 
     def read(self, name: str) -> bytes:
         """Return all bytes of a file, checked."""
@@ -119,7 +114,7 @@ class VersionFiles:
             return mark.files[name].encode()
         self._version.verify(name)
         try:
-            return self.path(name).read_bytes()
+            return use_local(self._storage, f"{self._prefix}/{name}", Path.read_bytes)
         except FileNotFoundError:
             raise self._version.missing(name) from None
 
@@ -161,42 +156,42 @@ class Version:
         manifest = from_json(raw, str(self.ref))
         if manifest.ref != str(self.ref):
             raise self.corrupt("manifest.json", f"expected {self.ref}, found {manifest.ref}")
-        names = schema_names(self.ref.kind)
+        kind = self.ref.kind
+        names = ["policy/1"] if kind == "policy" else list(schema_module(kind).SCHEMAS)
         if manifest.kind_schema not in names:
             problem = f"schema {printable(manifest.kind_schema)}, expected {' or '.join(names)}"
             raise self.corrupt("manifest.json", problem)
-        problem = metrics.problem(self.ref.kind, manifest.metrics)
+        problem = metrics.problem(kind, manifest.metrics)
         if problem:
             raise self.corrupt("manifest.json", f"metrics.{problem}")
         return manifest
 
-    def as_input(self, role: str) -> Input:
-        """Return the manifest entry for a version that is made from this one."""
-        return Input(role=role, ref=str(self.ref), content_hash=self.manifest.content_hash)
-
-    def verify(self, name: str = "") -> None:
+    def verify(self, *names: str) -> None:
         """Check size and sha256 of files, each once per process.
 
         Args:
-            name: a file; or, if it ends in a slash, every file below it; or, if empty, all files
-                except optimizer state that expired before the version.
+            names: files, or, if they end in a slash, all files below them. None: all files except
+                optimizer state that expired before the version.
 
         Raises:
             CorruptError: a file is missing or differs from what was written.
             LineageError: the file expired, or the version was deleted since it was opened.
         """
-        prefix = name if name.endswith("/") else None
-        unchecked = []
-        for entry in self.manifest.files:
-            is_meant = name in ("", entry.name) or (prefix and entry.name.startswith(prefix))
-            if not is_meant or entry.name in self._checked:
-                continue
+        folders = tuple(name for name in names if name.endswith("/"))
+        unchecked = [
+            entry
+            for entry in self.manifest.files
+            if not names or entry.name in names or entry.name.startswith(folders)
+            if entry.name not in self._checked
+        ]
+        state = [entry for entry in unchecked if entry.name.startswith(f"{OPTIMIZER_FOLDER}/")]
+        for entry in state[:1] or unchecked[:1]:  # a mark covers all of it, or none
             try:
                 self.require(entry.name)
-                unchecked.append(entry)
             except LineageError:
-                if name or self.mark:
+                if names or self.mark:
                     raise
+                unchecked = [entry for entry in unchecked if entry not in state]
         self._verify_files(unchecked)
 
     def require(self, name: str) -> None:
@@ -381,7 +376,7 @@ class Store:
         names = []
         for name in filter(refs.NAME.fullmatch, self.storage.list("")):
             with suppress(CorruptError):  # a file, or a link
-                if self.storage.list(name):
+                if name != "store.json" and self.storage.list(name):
                     names.append(name)
         return names
 
@@ -433,7 +428,6 @@ class Store:
                 twin = self._twin(parsed)
                 if twin is None:
                     raise error
-                log.debug("%s is gone; %s has the same content", parsed, twin)
                 return twin
             if (
                 not self.has_manifest(parsed)
@@ -518,7 +512,8 @@ class Store:
         expired = listing.marks[EXPIRED]
         # those with data are tried first, the newest first
         for number in sorted(numbers, key=lambda number: (number in expired, -number)):
-            version = self.version(Ref(run, kind, number))
+            ref = Ref(run, kind, number)
+            version = self.version(ref) if number in expired else Version(ref, self.storage)
             try:
                 if version.manifest.run_key == run_key:
                     return version
@@ -559,7 +554,7 @@ class Store:
     # -- tags
 
     def _tag(self, run: str, name: str) -> Tag:
-        return Tag(self.storage, refs.check_name(run, "run"), name)
+        return Tag(self.storage, refs.check_name(run, "run"), check_name(name))
 
     def tag(
         self,
@@ -585,7 +580,7 @@ class Store:
             ConflictError: the tag does not hold `expected`.
             CorruptError: the version's manifest is torn.
         """
-        check_name(name)
+        tag = self._tag(run, name)
         target = self.resolve(ref, run)
         if target.run != run:
             raise ConfigError(
@@ -594,7 +589,6 @@ class Store:
                 next=f"quiver tag {name} {target}",
             )
         content_hash = self.version(target).manifest.content_hash
-        tag = self._tag(run, name)
         with storage_errors(f"{run} tag {name}"):
             entry = tag.move(str(target), content_hash, expected, why, key, about or {})
             error = marks.gone_error(self.storage, target, (REMOVED, EXPIRED)) if entry else None
@@ -609,7 +603,7 @@ class Store:
 
         Raises CorruptError.
         """
-        entry = self._tag(run, check_name(name)).newest()
+        entry = self._tag(run, name).newest()
         return entry.ref if entry else None
 
     def tag_names(self, run: str) -> list[str]:
@@ -621,7 +615,7 @@ class Store:
 
         Raises CorruptError.
         """
-        return self._tag(run, check_name(name)).history()
+        return self._tag(run, name).history()
 
 
 def _marker() -> str:

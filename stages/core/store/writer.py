@@ -43,7 +43,7 @@ import math
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -78,13 +78,12 @@ from .notes import (
     SOURCES,
     WORK,
     note_name,
-    note_of,
     read_note,
     shard_name,
     summed_seconds,
 )
 from .sharing import CommittedByOther, SharedShards, SoleShards
-from .storage import read_table, size_and_sha256
+from .storage import read_table, size_and_sha256, with_checksum
 from .versions import Version, schema_module
 
 ROWS_PER_SHARD = 256
@@ -124,9 +123,8 @@ class Writer:
         """The version, once it is committed."""
         self.shards: SoleShards | SharedShards | None = None
         is_last = kind == plan.kinds[-1]
-        self.attempt = (
-            plan.attempt if is_last else plan.attempt_at(kind, plan.store.listing(plan.run, kind))
-        )
+        self._before = plan.listing if is_last else plan.store.listing(plan.run, kind)
+        self.attempt = plan.attempt_at(kind, self._before)
         self.work = f"{plan.run}/{kind}/.work/{plan.run_key}.{self.attempt}"
         """Prefix of the shards; `.notes`, `.leases` and `.resume` follow it."""
         self._plan = plan
@@ -146,7 +144,7 @@ class Writer:
         self._finished: dict[str, Any] | None = None
         self._ids: pa.ChunkedArray | None = None
         # with force, the versions that were there before do not count as this work
-        self._skip = len(plan.listing.find(plan.run_key)) if force else 0
+        self._skip = len(self._before.find(plan.run_key)) if force else 0
 
     # -- unfinished work
 
@@ -162,13 +160,14 @@ class Writer:
 
     def discard(self) -> None:
         """Delete the unfinished work of an earlier attempt to make this version."""
-        place, _, name = self.work.rpartition("/")
+        place, _, work = self.work.rpartition("/")
+        names = [
+            name
+            for name in self._storage.list(place)
+            if f"{name}.".startswith(f"{work}.") and not name.endswith((".leases", ".resume"))
+        ]
         # notes first: no note may exist without its shard
-        self._storage.delete(f"{self.work}.notes/")
-        for other in self._storage.list(place):
-            is_kept = other.endswith((".leases", ".resume"))
-            if other == name or (other.startswith(f"{name}.") and not is_kept):
-                self._storage.delete(f"{place}/{other}/")
+        self._storage.delete(*(f"{place}/{name}/" for name in reversed(names)))
 
     def take_up(self) -> None:
         """Take back the shards that a process left which died, or sleeps, while it published them.
@@ -179,12 +178,11 @@ class Writer:
         """Return True if the version exists by now, or in `listing`, and then set `committed`."""
         if self.committed is not None:
             return True
-        plan = self._plan
-        listing = listing or plan.store.listing(self.run, self.kind)
-        # if no version was added since the plan, which found none, none needs to be read
-        may_exist = plan.attempt or listing.given != plan.listing.given
-        if may_exist or self.kind != plan.kinds[-1]:
-            self.committed = plan.store.find(
+        store = self._plan.store
+        listing = listing or store.listing(self.run, self.kind)
+        # if there was none, and no version was added since, none needs to be read
+        if self.attempt or listing.given != self._before.given:
+            self.committed = store.find(
                 self.run, self.kind, self.run_key, skip=self._skip, listing=listing
             )
         return self.committed is not None
@@ -220,7 +218,7 @@ class Writer:
             if self.read_note("cut") is None:
                 for index in noted:  # the row count is unknown
                     self.drop(index)
-            self._storage.put_if_absent(f"{self.work}.notes/cut", note_of(fields))
+            self._storage.put_if_absent(f"{self.work}.notes/cut", with_checksum(fields))
             begun_with = self.read_note("cut")
             if begun_with is None:  # torn
                 self.write_note("cut", fields)
@@ -254,7 +252,7 @@ class Writer:
 
     def write_note(self, name: str, fields: dict[str, Any]) -> None:
         """Write a note beside the shards, replacing an earlier one."""
-        self._storage.put(f"{self.work}.notes/{name}", note_of(fields))
+        self._storage.put(f"{self.work}.notes/{name}", with_checksum(fields))
 
     def delete_note(self, name: str) -> None:
         """Delete a note."""
@@ -296,7 +294,7 @@ class Writer:
             is_new = self._storage.put_if_absent(f"{self._files}/{name}", raw)
             if not is_new and not self._is_whole(entry):
                 self._storage.put(f"{self._files}/{name}", raw)
-            note = note_of(entry.model_dump(mode="json"))
+            note = with_checksum(entry.model_dump(mode="json"))
             key = f"{self.work}.notes/{note_name(index)}"
             if not self._storage.put_if_absent(key, note) and not self.is_finished(index):
                 self._storage.put(key, note)
@@ -397,7 +395,8 @@ class Writer:
             problem = None
             if indices != list(range(count)) or None in self._entries:
                 problem = f"found shards {indices}, expected 0 to {count - 1}"
-            elif not all(map_in_threads(self._is_whole, self._entries)):
+            # shared shards were compared under the commit lease
+            elif self.shards.is_sole and not all(map_in_threads(self._is_whole, self._entries)):
                 problem = "a shard is not what was written"
             else:
                 keys = (f"{self._files}/{entry.name}" for entry in self._entries)
@@ -452,7 +451,13 @@ class Writer:
                 number = self._next_number(listing)
                 if self.is_committed(listing):
                     raise CommittedByOther
-                self._require_own_place(listing)
+                # in `.data`, they may be those of a version that another process, which shared
+                # the work, published while this one slept, and that was removed since
+                is_new = listing.given != self._before.given
+                for same in listing.find(self.run_key) if is_new else ():
+                    ref = Ref(self.run, self.kind, same)
+                    if Version(ref, self._storage).prefix == self._files:
+                        raise taken_over(self._name)
                 manifest = Manifest(run=self.run, kind=self.kind, version=number, **fields)
                 ref = Ref(self.run, self.kind, number)
                 if not lease.is_held():
@@ -461,15 +466,6 @@ class Writer:
                 if self._storage.publish(self._files, self._worker, ref.folder, raw, sizes):
                     plan.store.written.add(str(ref))
                     self.committed = Version(ref, self._storage)
-
-    def _require_own_place(self, listing: Listing) -> None:
-        """Raise BusyError if the shards in `.data` are another version's: a process that shared the
-        work has published them while this one slept, and the version was removed since."""
-        place = self._files.partition("/.data/")[2]
-        for number in listing.find(self.run_key) if place else ():
-            version = Version(Ref(self.run, self.kind, number), self._storage)
-            if version.prefix.endswith(f"/.data/{place}"):
-                raise taken_over(self._name)
 
     def _next_number(self, listing: Listing) -> int:
         """Return the number after the highest one that was ever given.
@@ -481,13 +477,11 @@ class Writer:
         only = plan.only_number
         if only is not None and only not in listing.given:
             return only
-        if only in listing.numbers and only not in listing.find(self.run_key):
+        try:
+            plan.require_number(listing)
+        except ConflictError:
             self._storage.delete(f"{self._files}/")
-            raise ConflictError(
-                f"{self._name}@{only}",
-                plan.if_number_taken,
-                next="choose another name for the run",
-            )
+            raise
         first = plan.first_number if self.kind == plan.kinds[-1] else 1
         highest = max([first - 1, *listing.given])
         if highest >= 10**12 - 1:
@@ -531,7 +525,7 @@ class Staging:
         metrics: dict[str, Any] = {}
         for kind in first_kinds:
             writer = self.writers[kind]
-            if not writer.is_committed():
+            with suppress(CommittedByOther):
                 writer.publish(lease, {})
             metrics[kind] = str(writer.committed.ref)
         if not self.last.shards.is_sole:
@@ -546,10 +540,8 @@ class Staging:
         if self.lease is None:
             raise self._busy(self.leases.holder("work"))
         try:
-            for name in self.leases.names():
-                holder = self.leases.holder(name) if name.startswith("worker-") else None
-                if holder is not None:
-                    raise self._busy(holder, ", and shares it with others")
+            for holder in self.leases.workers().values():
+                raise self._busy(holder, ", and shares it with others")
             for writer in self.writers.values():
                 writer.shards = SoleShards(writer)
                 # half a checkpoint is not worth keeping, nor the tables that are made with it
@@ -563,10 +555,7 @@ class Staging:
             with self._ended_by_others():
                 yield
         finally:
-            try:
-                self._sweep()
-            finally:
-                self.lease.release()
+            self._leave(self.lease)
 
     @contextmanager
     def open_together(self) -> Iterator[None]:
@@ -590,10 +579,7 @@ class Staging:
             with shards as writer.shards, self._ended_by_others():
                 yield
         finally:
-            try:
-                self._sweep()
-            finally:
-                presence.release()
+            self._leave(presence)
 
     def _prepare(self) -> None:
         """Note which versions are read, so that their data stay. Stops if the version was committed
@@ -603,7 +589,7 @@ class Staging:
             sources = [str(version.ref) for version in self.plan.inputs.values()]
             sources += [model.ref for model in self.plan.models]
             self.last.write_note(SOURCES, {"refs": sources})
-            for ref in filter(None, map(as_version, sources)):
+            for ref in filter(None, map(as_version, dict.fromkeys(sources))):
                 self.plan.store.resolve(ref)  # it may have expired before the note
 
     @contextmanager
@@ -641,10 +627,15 @@ class Staging:
                 raise
             raise taken_over(self.plan.name) from error
 
-    def _sweep(self) -> None:
-        """Once the work is done, delete what is left of it, also by earlier attempts that died."""
+    def _leave(self, lease: Lease) -> None:
+        """Release the lease; or, once the work is done, delete all that is left of it, also by
+        earlier attempts that died."""
+        if self.committed is None:
+            lease.release()
+            return
+        lease.forget()
         plan, storage = self.plan, self.plan.store.storage
-        for kind in plan.kinds if self.committed else ():
+        for kind in plan.kinds:
             place = f"{plan.run}/{kind}/.work"
             matches = filter(None, map(WORK.fullmatch, storage.list(place)))
             names = [

@@ -10,7 +10,7 @@ import pytest
 from quiver.schemas.errors import CorruptError
 from quiver.stages.core.run.runner import Call, find_or_make
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.notes import note_of
+from quiver.stages.core.store.storage import with_checksum
 from tests.stages.generate.making import random_prompts
 from tests.stages.sharing import copy, hashes, require_whole, start, wait
 from tests.tiny import make_policy
@@ -147,7 +147,7 @@ def test_a_later_process_keeps_the_shards_of_those_that_were_killed(store, alone
 def test_shards_of_another_size_than_their_note_says_are_made_again(store, alone):
     kill_early(store)
     (cut,) = Path(store.url).glob("tiny/rollouts/.work/*.notes/cut")
-    cut.write_bytes(note_of({"rows_per_shard": SHARD + 1}))
+    cut.write_bytes(with_checksum({"rows_per_shard": SHARD + 1}))
     with pytest.raises(CorruptError, match="were asked for") as caught:
         find_or_make(call(store))
     assert caught.value.next == "run the same command again"

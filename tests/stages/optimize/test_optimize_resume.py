@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from quiver.schemas.errors import ConfigError, NumericError, ResourceError
 from quiver.stages.core.files import sha256_of as sha256
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.notes import note_of
+from quiver.stages.core.store.storage import with_checksum
 from quiver.stages.optimize import resume, trainer
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config, trained
@@ -154,7 +154,7 @@ def _sealed(state, note, change) -> None:
     save_file(tensors, state)
     fields = json.loads(note.read_bytes())
     del fields["checksum"]
-    note.write_bytes(note_of({**fields, "sha256": sha256(state)}))
+    note.write_bytes(with_checksum({**fields, "sha256": sha256(state)}))
 
 
 DAMAGE = {

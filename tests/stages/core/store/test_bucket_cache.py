@@ -2,6 +2,7 @@
 bucket that cannot be used says why."""
 
 import errno
+import itertools
 import os
 import shutil
 import subprocess
@@ -124,6 +125,40 @@ def test_a_deleted_cache_costs_only_a_new_fetch(bucket, asked, tmp_path):
     shutil.rmtree(tmp_path / "cache")
     assert version.table()["rollout_id"].to_pylist() == ["r10", "r11"]
     assert asked() == version.files.names
+
+
+def read_all(store: Store) -> None:
+    """Read a table and a policy, in every way."""
+    assert store.open("a/logprobs@1").table().num_rows == 2
+    files = store.open("a/policy@0").files
+    assert files.folder == files.path("config.json").parent
+    assert files.read("model.safetensors") == b"w1"
+    store.open("a/policy@0").verify()
+
+
+def test_copies_that_are_deleted_at_any_moment_are_fetched_again(bucket, tmp_path, monkeypatch):
+    make_table(Store(bucket.url), 1), make_policy(Store(bucket.url), 1)
+    local, moments = bucket_module.Bucket.local, itertools.count()
+    cache = tmp_path / "cache"
+
+    def delete_at(call: str, path: str, really):
+        done = really()
+        if str(cache) in path and next(moments) == fatal:
+            shutil.rmtree(cache, ignore_errors=True)  # another thread may write at this moment
+        return done
+
+    def found(storage, key, *arguments, **options):
+        return delete_at("local", str(cache), lambda: local(storage, key, *arguments, **options))
+
+    monkeypatch.setattr(bucket_module.Bucket, "local", found)
+    for fatal in range(100):
+        shutil.rmtree(cache, ignore_errors=True)
+        store, moments = Store(bucket.url), itertools.count()
+        with watched(delete_at):
+            read_all(store)
+        if next(moments) <= fatal:
+            break
+    assert 20 < fatal < 99
 
 
 def test_what_was_written_again_is_fetched_again(bucket):
@@ -289,6 +324,16 @@ def test_a_key_that_is_none(az_server, monkeypatch):
         Store(bucket.url)
     require_no_secret(caught.value, bucket)
     assert "not a key" not in str(caught.value) and "Debug" not in str(caught.value)
+
+
+def test_a_key_with_a_line_break(bucket, monkeypatch):
+    """As in a file from which it was read whole."""
+    name = next(name for name in bucket.environment if name.endswith("KEY"))
+    monkeypatch.setenv(name, f"{bucket.environment[name]}\n")
+    with pytest.raises(ConfigError, match="line break") as caught:
+        Store(bucket.url)
+    assert caught.value.object == name
+    require_no_secret(caught.value, bucket)
 
 
 def require_no_secret(error: Exception, bucket) -> None:

@@ -2,6 +2,7 @@
 was interrupted goes on."""
 
 import os
+import resource
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -17,13 +18,16 @@ from quiver.schemas.errors import (
     CorruptError,
     LineageError,
     QuiverError,
+    ResourceError,
 )
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, copying
 from quiver.stages.core.store.copying import copy
 from quiver.stages.core.store.listing import EXPIRED, NO_OPTIMIZER, REMOVED
+from quiver.stages.core.store.places import open_storage
 from quiver.stages.core.store.retention import Rule, collect, put_aside, remove
 from tests.faults.proxy import DROP_BEFORE, FORWARD, Proxy, answer
+from tests.faults.seam import watched
 from tests.stages.core.store.histories import make_policy, make_table, visible
 from tests.stages.core.store.test_store import Settings, commit, table, work_on
 
@@ -239,6 +243,39 @@ def test_a_second_copy_sends_nothing(full, bucket, tmp_path):
         assert copy(full, place) == copying.Copied(first.versions, 0)
 
 
+def test_a_copy_to_a_bucket_fetches_no_file_and_fills_no_cache(full, bucket, tmp_path, monkeypatch):
+    with Proxy(bucket.endpoint) as proxy:
+        for name, text in bucket.behind(proxy.url).items():
+            monkeypatch.setenv(name, text)
+        requests = proxy.follow()
+        copy(full, bucket.url), copy(full, bucket.url)
+    fetched = [request.path for request in requests if request.method in ("GET", "HEAD")]
+    assert not [path for path in fetched if path.partition("?")[0].endswith((".arrow", "tensors"))]
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("most_bytes", [resource.RLIM_INFINITY, 100], ids=["whole", "failed"])
+def test_two_copies_to_one_folder_at_once(store, tmp_path, most_bytes):
+    """The one that ends later may fail halfway: the first one's files stay."""
+    make_table(store, 1)
+    target = str(tmp_path / "copy")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def another(call: str, path: str, really):
+        really()
+        if call == "mkdir" and path == f"{target}/a/logprobs/v000001":
+            copy(store, target)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
+
+    try:
+        with suppress(ResourceError), watched(another):
+            copy(store, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert contents(Store(target, create=False)) == contents(store)
+    assert verify(Store(target)) == (1, [])
+
+
 def test_a_copy_made_later_adds_what_is_new(full, bucket):
     first = copy(full, bucket.url)
     new = make_table(full, 10, "b")
@@ -305,14 +342,27 @@ def test_a_damaged_file_is_not_copied(full, bucket, damage):
 
 
 @one_provider
-def test_a_damaged_file_of_the_copy_is_sent_again(full, bucket):
-    copy(full, bucket.url)
+def test_a_torn_file_of_the_copy_is_sent_again(full, bucket, tmp_path):
     version = full.open("b/logprobs@1")
     key = f"{version.ref.folder}/{version.files.names[0]}"
-    size = version.manifest.bytes["data"]
-    obstore.put(objects(bucket), key, b"x" * size)
-    assert copy(full, bucket.url).bytes == size
-    assert contents(Store(bucket.url)) == contents(full)
+    for place in (bucket.url, str(tmp_path / "folder")):
+        copy(full, place)
+        torn = b"x" * (version.manifest.bytes["data"] - 1)
+        open_storage(place).put(key, torn)
+        assert copy(full, place).bytes == len(torn) + 1
+        assert contents(Store(place)) == contents(full)
+
+
+def test_data_of_a_copy_in_which_other_work_was_done_stay(store, tmp_path):
+    """Its policy has the number, and its file the name, of one that the source made since."""
+    make_policy(store, 1)
+    copy(store, str(tmp_path / "copy"))
+    copied = Store(tmp_path / "copy")
+    other = make_policy(copied, 22)
+    make_policy(store, 333)
+    with pytest.raises(ConflictError, match="differs from the source"):
+        copy(store, str(tmp_path / "copy"))
+    Store(tmp_path / "copy").open(other.ref).verify()
 
 
 # -- a folder that any tool took to a bucket

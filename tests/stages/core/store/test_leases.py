@@ -74,6 +74,15 @@ def test_one_has_it_until_it_is_released(leases):
     assert again.is_held() and not lease.is_held()
 
 
+@pytest.mark.parametrize("name", ["000008.json", "0000008", "8", "000008 copy"])
+def test_what_others_put_into_a_chain_is_no_lease(leases, name):
+    held = leases.take("work")
+    Path(leases.storage.url, leases.prefix, "work", name).write_text("{}")
+    assert leases.holder("work").owner.pid == os.getpid() and held.is_held()
+    held.release()
+    assert elsewhere(leases).take("work").is_held()
+
+
 def test_how_long_it_is_seen_held_is_counted_anew_for_each_holder(leases):
     first = leases.take("work")
     watcher = elsewhere(leases)

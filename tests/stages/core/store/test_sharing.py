@@ -9,9 +9,9 @@ import pytest
 from quiver.flows.verification import verify
 from quiver.schemas.errors import BusyError, ConfigError, LineageError
 from quiver.stages.core.store import sharing
-from quiver.stages.core.store.notes import note_of
 from quiver.stages.core.store.retention import remove
 from quiver.stages.core.store.sharing import CommittedByOther
+from quiver.stages.core.store.storage import with_checksum
 from tests.stages.core.store.test_store import (
     CLOSING,
     PUBLISHING,
@@ -269,7 +269,7 @@ def test_what_was_told_stays_while_one_of_them_lives(store):
 def test_a_cut_that_says_nothing_is_made_anew(store, fields):
     with work_on(store) as work:
         work.rows_per_shard(3)
-        staged(store, "cut").write_bytes(note_of(fields))
+        staged(store, "cut").write_bytes(with_checksum(fields))
     with work_on(store) as work:
         assert work.rows_per_shard(2) == 2
 
@@ -289,7 +289,7 @@ def test_a_cut_that_says_nothing_is_made_anew(store, fields):
 def test_a_note_of_another_form_counts_for_nothing(store, name, fields):
     with work_on(store) as work:
         write_all(work, 2)
-    staged(store, "part-00001.json").with_name(name).write_bytes(note_of(fields))
+    staged(store, "part-00001.json").with_name(name).write_bytes(with_checksum(fields))
     with pytest.raises(LineageError):
         remove(store, "a/logprobs@1")
     with work_on(store) as work:

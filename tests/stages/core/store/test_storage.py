@@ -137,13 +137,26 @@ def test_with_a_stamp_an_object_is_replaced_that_was_not_changed_since(storage):
 
 
 def test_names_are_listed_one_level_or_all(storage):
-    for key in ("kind/b/two", "kind/a", "kind/b/deep/000002", "kind/b/deep/000010.json"):
+    for key in (
+        "kind/b/two",
+        "kind/a",
+        "kind/b/deep/000002",
+        "kind/b/deep/000010.json",
+        "kind/b/deep/1000003.json",
+    ):
         storage.put(key, b"x")
     storage.put("kind.tmp", b"a name that a user chose")
     assert storage.list("") == ["kind", "kind.tmp"] and storage.list("kind") == ["a", "b"]
-    assert list_numbers(storage, "kind/b/deep") == [2, 10]
+    assert list_numbers(storage, "kind/b/deep") == [2]
+    assert list_numbers(storage, "kind/b/deep", ".json") == [10, 1000003]
     files = storage.files("kind")
-    assert list(files) == ["a", "b/deep/000002", "b/deep/000010.json", "b/two"]
+    assert list(files) == [
+        "a",
+        "b/deep/000002",
+        "b/deep/000010.json",
+        "b/deep/1000003.json",
+        "b/two",
+    ]
     assert {size for size, _ in files.values()} == {1}
     os.utime(storage.local("kind/b/deep/000002"), (2**31, 2**31))
     assert storage.files("kind/b/deep")["000002"] == (1, 2**31)

@@ -325,7 +325,13 @@ def test_verify_reads_the_entries_of_old_moves_too(store, versions):
 
 def test_what_lies_beside_entries_is_no_entry(store, versions):
     store.tag("a", "prod", versions[0])
-    for name in ("000002.json.1-01234567-0123.tmp", "notes.txt", "00003.json", "latest", "x.json"):
+    for name in (
+        "000002.json.1-01234567-0123.tmp",
+        "notes.txt",
+        "00003.json",
+        "000004",
+        "0000005.json",
+    ):
         path_of(store, 1).with_name(name).write_text("")
     (Path(store.url) / "a/tags/prod.17-01234567-0123.tmp").write_text("")
     assert store.tagged("a", "prod") == versions[0] and store.tag_names("a") == ["prod"]
