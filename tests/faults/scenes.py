@@ -235,7 +235,9 @@ def cleaning(path: Path, seed: int) -> Iterator[Acknowledged]:
     """A version is made; then all others of its kind, and a policy's optimizer state, expire, and
     their data are deleted."""
     yield from one_version(path, seed)
-    collect(Store(path), Rule(keep=1, moments=0, grace_seconds=0), apply=True)
+    # without room for all marks, the rest is left to the next collection
+    while collect(Store(path), Rule(keep=1, moments=0, grace_seconds=0), apply=True).deleted:
+        pass
     for number in (1, 2, 3):
         yield "gone", f"a/logprobs@{number}"
     assert not (path / "a/policy/v000001/optimizer").exists()

@@ -53,7 +53,9 @@ def test_any_operation_may_fail(fast_path, record_property, name, code, step):
             acknowledged, error = attempt(trial.steps(path), flushed_once(failure, unflushed))
             if not failure.failed_call:
                 break
-            assert error or failure.failed_call != "fsync", "it was not told"
+            # a collection without room for a mark deletes what is due, and then has room
+            makes_room = (name, code) == ("gc", errno.ENOSPC)
+            assert error or failure.failed_call != "fsync" or makes_room, "it was not told"
             trial.require(path, acknowledged)
         number += 1
     assert number

@@ -53,7 +53,7 @@ from .listing import EXPIRED, NO_OPTIMIZER, REMOVED
 from .notes import SOURCES, WORK, read_note
 from .versions import OPTIMIZER_FOLDER, Store, Version
 
-_UNREADABLE = (QuiverError, OSError)
+_DAMAGED = (CorruptError, LineageError)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _PLANNED_WITH = ("config.json", "generation_config.json")
 """Files of a policy that plans read beside its manifest; the mark keeps their text."""
@@ -225,18 +225,21 @@ def _sources(manifest: Manifest, *, is_root: bool) -> list[Ref]:
 def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
     """Return the tags of the version's run that point at it, and the versions made from it.
 
-    Tags and manifests that cannot be read are skipped; `verify` reports them.
+    Damaged tags and manifests are skipped; `verify` reports them.
+
+    Raises:
+        OSError: the store cannot be read, so nobody knows who needs it.
     """
     tag_names, versions = [], []
-    with suppress(*_UNREADABLE):
+    with suppress(*_DAMAGED):
         for name in store.tag_names(ref.run):
-            with suppress(*_UNREADABLE):
+            with suppress(*_DAMAGED):
                 if store.tagged(ref.run, name) == str(ref):
                     tag_names.append(name)
     for run, kind in product(store.runs(), KINDS):
-        with suppress(*_UNREADABLE):
+        with suppress(*_DAMAGED):
             for other in store.refs(run, kind):
-                with suppress(*_UNREADABLE):
+                with suppress(*_DAMAGED):
                     manifest = store.version(other).manifest
                     sources = {entry.ref for entry in (*manifest.inputs, *manifest.models)}
                     if str(ref) in sources and other != ref:
@@ -269,8 +272,8 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
         marks.write(store.storage, target, REMOVED, why)
         try:
             users = _require_unused(store, target)
-        except QuiverError:
-            # it came into use meanwhile; no other process acts on the mark so soon
+        except (QuiverError, OSError):
+            # it came into use meanwhile, or may have; no other process acts on the mark so soon
             store.storage.delete(marks.key_of(target, REMOVED))
             raise
         _delete_data(store, target)
@@ -443,7 +446,9 @@ def _mark_all(store: Store, rule: Rule, unmarked: Iterable[Expiring]) -> OSError
                         files[name] = version.files.read(name).decode(errors="replace")
                 marks.write(store.storage, ref, expiring.mark, why, files=files)
         except OSError as error:
-            if error.errno not in _NO_ROOM:
+            # a mark that is there is not durable: nothing may be deleted for it
+            is_there = marks.read(store.storage, expiring.ref, expiring.mark) is not None
+            if is_there or error.errno not in _NO_ROOM:
                 raise
             return error
     return None

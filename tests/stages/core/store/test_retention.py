@@ -19,7 +19,13 @@ import pytest
 from quiver.flows.cli import cleaning
 from quiver.flows.retention import Retention, clean_up
 from quiver.flows.verification import verify
-from quiver.schemas.errors import ConflictError, CorruptError, ExpiredError, LineageError
+from quiver.schemas.errors import (
+    ConflictError,
+    CorruptError,
+    ExpiredError,
+    LineageError,
+    QuiverError,
+)
 from quiver.schemas.manifest import digest
 from quiver.stages.core.store import Store, marks, retention
 from quiver.stages.core.store.disk import Disk
@@ -404,6 +410,54 @@ def test_what_comes_into_use_right_before_rm_marks_it_stays(store, monkeypatch, 
             remove(store, version.ref)
         store.open(version.ref).verify()
     assert verify(store)[1] == []
+
+
+@pytest.mark.parametrize("call", [1, 2], ids=["before the mark", "after it"])
+def test_rm_deletes_nothing_if_it_cannot_see_who_needs_it(store, monkeypatch, call):
+    """An adapter of another run may need the version as its base."""
+    ref = make_table(store, 1).ref
+    make_table(store, 2, run="b")
+
+    def fail():
+        raise OSError(errno.EIO, "Input/output error")
+
+    when_called(monkeypatch, retention, "users_of", fail, call=call, before=True)
+    with pytest.raises((QuiverError, OSError), match="nput/output error"):
+        remove(store, ref)
+    assert marks.read(store.storage, ref, REMOVED) is None
+    store.open(ref).verify()
+
+
+def test_who_needs_a_version_is_not_told_if_a_folder_cannot_be_read(store, monkeypatch):
+    ref = make_table(store, 1).ref
+    read = Disk.list
+
+    def fail(storage, key):
+        if key == "a/logprobs":
+            raise OSError(errno.EIO, "Input/output error")
+        return read(storage, key)
+
+    monkeypatch.setattr(Disk, "list", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        retention.users_of(store, ref)
+
+
+def test_a_mark_whose_flush_failed_deletes_nothing(store, monkeypatch):
+    """A full disk: the mark is there, but a power loss could take it back, and not the deletion."""
+    line(store)
+    failed = []
+
+    def around(name, path, call):
+        if name == "fsync" and os.path.isdir(path) and not failed:
+            failed.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return call()
+
+    marked = [store.open(ref) for ref in store.refs()]
+    with watched(around), pytest.raises(QuiverError, match="disk is full"):
+        collect(store, ALL, apply=True)
+    for version in marked:
+        version.verify()
 
 
 def test_a_mark_that_rm_takes_back_meanwhile_deletes_nothing(store, monkeypatch):
