@@ -150,6 +150,7 @@ TARGETS = (
             f"{OPTIMIZE}/test_images_trained.py",
         ),
     ),
+    Target("stages/model/forward/axes.py", (f"{FORWARD}/test_axes.py",)),
     Target(
         "stages/reward/tables.py",
         (

@@ -392,4 +392,42 @@ PLANTED = (
         "key: to_python(item, kind.item_type) for key, item in cell",
         (f"{PROMPT}/test_values.py::test_a_struct_inside_a_map_has_no_null_of_another_rows_key",),
     ),
+    Planted(
+        "deep_features_in_the_order_of_pictures",
+        "stages/model/forward/pictures.py",
+        "order = places.argsort()",
+        "order = torch.arange(len(places), device=places.device)",
+        (f"{OPTIMIZE}/test_images_observed.py::test_the_trainer_sees_what_the_engine_saw",),
+    ),
+    Planted(
+        "completions_begin_where_ids_end",
+        "stages/model/forward/pictures.py",
+        "before=0 if is_prompt else after_prompt,",
+        "before=0,",
+        (f"{OPTIMIZE}/test_images_trained.py::test_logprobs_and_gradients_are_transformers_own",),
+    ),
+    Planted(
+        "later_ids_are_sampled_at_plain_positions",
+        "stages/generate/engines/transformers.py",
+        "positions if batch.shift is None else positions + batch.shift",
+        "positions",
+        (f"{GENERATE}/test_images_answered.py::test_transformers_gives_the_models_own_logprobs",),
+    ),
+    Planted(
+        "a_state_runs_on_into_the_next_rollout",
+        "stages/model/forward/attention.py",
+        "starts = starts.to(block.keys.device) + block.prefix_lengths",
+        "starts = starts.to(block.keys.device)",
+        (f"{OPTIMIZE}/test_images_trained.py::test_logprobs_and_gradients_are_transformers_own",),
+    ),
+    Planted(
+        "rm_goes_on_where_it_cannot_see",
+        "stages/core/store/retention.py",
+        "_DAMAGED = (CorruptError, LineageError)",
+        "_DAMAGED = (CorruptError, LineageError, OSError)",
+        (
+            "tests/stages/core/store/test_retention.py::"
+            "test_who_needs_a_version_is_not_told_if_a_folder_cannot_be_read",
+        ),
+    ),
 )
