@@ -41,7 +41,6 @@ from quiver.stages.model.forward.precision import choose_precision, narrow
 from quiver.stages.model.forward.verify import choose_kernel, choose_mode
 
 from . import critic, terms
-from .accelerator import of_all_ranks
 from .algorithms import Algorithm
 from .audit import audit
 from .batch import Batch, StepColumns, TokenColumns
@@ -153,8 +152,9 @@ class Trainer(SavedState):
         recomputes = config.activation_checkpointing
         if recomputes is None and not model.supports_gradient_checkpointing:
             recomputes = False
-        smallest_device = min(of_all_ranks(total_bytes(self.accelerator.device)))
-        return memory.choose_budget(bytes_of, smallest_device, config.token_budget, recomputes)
+        device = self.accelerator.device
+        of_ranks = self.accelerator.gather(torch.tensor([total_bytes(device)], device=device))
+        return memory.choose_budget(bytes_of, int(of_ranks.min()), config.token_budget, recomputes)
 
     def _prepare_model(self, value_trunk: nn.Module | None) -> None:
         """Prepare critic, token budget, packing, dtypes, attention kernel and optimizer. Each needs

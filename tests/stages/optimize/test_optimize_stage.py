@@ -114,7 +114,9 @@ def test_a_rollout_that_memory_does_not_hold_is_refused(store, policy, made, mon
     assert store.numbers("tiny", "policy") == [0]
 
 
-@pytest.mark.parametrize(("device_bytes", "chosen"), [(80e9, (65536, False)), (1e9, (8192, True))])
+@pytest.mark.parametrize(
+    ("device_bytes", "chosen"), [(8 * 10**10, (65536, False)), (10**9, (8192, True))]
+)
 def test_the_budget_is_of_the_cards_memory(store, policy, made, monkeypatch, device_bytes, chosen):
     monkeypatch.setattr("quiver.stages.optimize.trainer.total_bytes", lambda _: device_bytes)
     done = _run(store, policy, made)
