@@ -34,7 +34,6 @@ from quiver.stages.model import memory
 from quiver.stages.model.checkpoints import PolicyConfig, find_folder, locate
 from quiver.stages.model.devices import engine_gpus
 from quiver.stages.model.folder import count_parameters, load_errors
-from quiver.stages.model.forward.policy import token_budget
 from quiver.stages.model.forward.precision import choose_precision
 from quiver.stages.model.from_function import is_function
 from quiver.stages.optimize.config import Config as OptimizeConfig
@@ -263,37 +262,48 @@ class Estimate:
         precision = choose_precision(config.precision, _DEVICES[on_gpu])
         ranks = config.processes or 1
         in_step = work.passed_tokens / config.minibatches
-        tokens = self._microbatch(config.token_budget, in_step, on_gpu)
-        rank = config.lora.rank if config.lora else None
-        held = memory.training(
-            self.shape,
-            tokens,
-            on_gpu=on_gpu,
-            precision=precision,
-            keys_per_token=work.keys_per_token,
-            lora_rank=rank,
-            has_critic=config.critic == "model",
-            recomputes=config.activation_checkpointing,
-            ranks=ranks if config.shard else 1,
+
+        def bytes_of(budget: int, recomputes: bool) -> dict[str, float]:
+            return memory.training(
+                self.shape,
+                self._microbatch(budget, in_step),
+                on_gpu=on_gpu,
+                precision=precision,
+                keys_per_token=work.keys_per_token,
+                lora_rank=config.lora.rank if config.lora else None,
+                has_critic=config.critic == "model",
+                recomputes=recomputes,
+                ranks=ranks if config.shard else 1,
+            )
+
+        device_bytes = self.machine.memory if on_gpu else 0
+        budget, recomputes = memory.choose_budget(
+            bytes_of, device_bytes, config.token_budget, config.activation_checkpointing
         )
-        note = f"micro-batches of {tokens:.0f} tokens, {precision}"
-        return Need("optimize", ranks, on_gpu, held, (note,))
+        note = f"micro-batches of {self._microbatch(budget, in_step):.0f} tokens, {precision}"
+        if recomputes:
+            note += ", activations recomputed"
+        return Need("optimize", ranks, on_gpu, bytes_of(budget, recomputes), (note,))
 
     def logprobs(self, config: LogprobsConfig) -> Need:
         """Return the needs of a logprobs stage."""
         work = self.work
         on_gpu = self.uses_gpu(config.device)
         precision = choose_precision(config.precision, _DEVICES[on_gpu])
-        tokens = self._microbatch(config.token_budget, work.passed_tokens, on_gpu)
-        held = memory.scoring(
-            self.shape,
-            tokens,
-            on_gpu=on_gpu,
-            precision=precision,
-            keys_per_token=work.keys_per_token,
-        )
+
+        def bytes_of(budget: int, recomputes: bool) -> dict[str, float]:
+            return memory.scoring(
+                self.shape,
+                self._microbatch(budget, work.passed_tokens),
+                on_gpu=on_gpu,
+                precision=precision,
+                keys_per_token=work.keys_per_token,
+            )
+
+        device_bytes = self.machine.memory if on_gpu else 0
+        chosen = memory.choose_budget(bytes_of, device_bytes, config.token_budget, False)
         devices = self._devices(1, math.ceil(work.rollouts / shard_rows(work.rollouts)))
-        return Need(f"logprobs ({config.role})", devices, on_gpu, held)
+        return Need(f"logprobs ({config.role})", devices, on_gpu, bytes_of(*chosen))
 
     def sampling(self, config: GenerateConfig) -> Need:
         """Return the needs of the generate stage with vLLM or transformers."""
@@ -349,9 +359,8 @@ class Estimate:
         most = self.machine.count if asked == "all" else min(asked, self.machine.count)
         return max(1, min(most // of_process, shards)) * of_process
 
-    def _microbatch(self, budget: int | None, in_step: float, on_gpu: bool) -> float:
+    def _microbatch(self, budget: int, in_step: float) -> float:
         """Return the tokens of a micro-batch: a rollout is never split."""
-        budget = budget or token_budget(_DEVICES[on_gpu])
         return max(min(budget, in_step), self.work.longest)
 
     # -- does it fit
@@ -388,7 +397,8 @@ class Estimate:
         elif need.stage == "optimize":
             config = self.recipe.optimize_config()
             shorter = {"token_budget": self.work.longest}
-            again = {"activation_checkpointing": True}
+            is_chosen = need.on_gpu and config.activation_checkpointing is None
+            again = {} if is_chosen else {"activation_checkpointing": True}
             cheaper = shorter | again
             ranks = {"processes": count, "shard": True}
             changes = [shorter, again, cheaper]

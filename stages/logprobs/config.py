@@ -23,7 +23,7 @@ class PassConfig(Base):
     packing: Runtime[Literal["shared", "packed", "single"]] = "shared"
     """Densest packing of rows to use; a simpler one is chosen if the model needs it."""
     token_budget: Runtime[int | None] = Field(default=None, ge=1)
-    """Tokens per micro-batch. Default: 8192 on a GPU, 2048 on a CPU."""
+    """Tokens per micro-batch. Default: 8192 to 65536 on a GPU, by its memory; 2048 on a CPU."""
     device: Runtime[Literal["auto", "cpu", "cuda"]] = "auto"
     """Device of the pass."""
     other_special_tokens: Runtime[bool] = False

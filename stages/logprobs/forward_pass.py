@@ -3,16 +3,20 @@ by shard."""
 
 from __future__ import annotations
 
+from functools import cache, partial
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import torch
 
 from quiver.schemas import logprobs
 from quiver.stages.core.store import Version
-from quiver.stages.model.devices import uses_gpu
+from quiver.stages.model import memory
+from quiver.stages.model.devices import total_bytes, uses_gpu
 from quiver.stages.model.forward.layout import Sequences, prompt_numbers
 from quiver.stages.model.forward.pictures import Pictures
-from quiver.stages.model.forward.policy import Policy, compute_logprobs, token_budget
+from quiver.stages.model.forward.policy import Policy, compute_logprobs
 from quiver.stages.model.forward.precision import choose_precision, narrow
 from quiver.stages.model.forward.verify import choose_kernel, choose_mode
 from quiver.stages.model.loading import load_model
@@ -36,13 +40,14 @@ class LogprobPass:
     def __init__(self, config: Config, model: Version, base: Version | None = None) -> None:
         on_gpu = uses_gpu("logprobs.device", config.device)
         self.device = torch.device("cuda" if on_gpu else "cpu")
-        self.methods: dict[str, str] = {}
-        """The chosen `packing` and `attention`, tested with the first rows; empty before that."""
+        self.methods: dict[str, Any] = {}
+        """The `token_budget`, `packing` and `attention` chosen for the first rows; empty before
+        that."""
         self._config = config
-        precision = choose_precision(config.precision, self.device)
+        self._precision = choose_precision(config.precision, self.device)
         self._policy = Policy(
             load_model(model, dtype=torch.float32, device=self.device, base=base),
-            autocast=precision == "bf16",
+            autocast=self._precision == "bf16",
         )
 
     def compute_logprobs(self, rollouts: pa.Table, pictures: Pictures | None = None) -> pa.Table:
@@ -66,11 +71,26 @@ class LogprobPass:
         policy = self._policy
         is_first = nonempty_rows and not self.methods
         if is_first:
+            passed, longest, keys = sequences.sizes(prompt_of_row)
+            shape = cache(partial(memory.shape_of, policy.model.config))
+
+            def bytes_of(tokens: int, _: bool) -> dict[str, float]:
+                return memory.scoring(
+                    shape(),
+                    max(min(tokens, passed), longest),
+                    on_gpu=True,
+                    precision=self._precision,
+                    keys_per_token=keys,
+                )
+
+            self.methods["token_budget"], _ = memory.choose_budget(
+                bytes_of, total_bytes(self.device), self._config.token_budget, False
+            )
             packing = choose_mode(policy, sequences, prompt_of_row, self._config.packing)
             self.methods["packing"] = packing
             if self._config.precision == "bf16_pure":
                 narrow(policy.model)
-        budget = self._config.token_budget or token_budget(self.device)
+        budget = self.methods.get("token_budget", 1)  # absent: there is no row
         microbatches = policy.microbatches(nonempty_rows, prompt_of_row, sequences, budget)
         if is_first:
             with torch.no_grad():

@@ -115,8 +115,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     metrics = {
         "tokens": _count_tokens(table["completion_ids"]),
         "tokens_per_second": round(speed, 1) if reports else None,
-        "packing": first_report.get("packing"),
-        "attention": first_report.get("attention"),
+        **{name: first_report.get(name) for name in ("token_budget", "packing", "attention")},
     }
     device = first_report.get("device", "cpu")
     writer.finish(metrics=metrics, device=device, ids=table["rollout_id"])

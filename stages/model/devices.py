@@ -15,9 +15,12 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quiver.schemas.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 _turns = itertools.count()
 """Counter of the GPUs that models of this process have taken."""
@@ -56,6 +59,15 @@ def uses_gpu(key: str, device: str, nodes: Path = Path("/dev")) -> bool:
             next="quiver doctor",
         )
     return False
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU; 0 for a CPU."""
+    import torch
+
+    if device.type == "cpu":
+        return 0
+    return torch.cuda.get_device_properties(device).total_memory
 
 
 def engine_gpus(

@@ -7,6 +7,8 @@ read, so only they are checked.
     check_folder(Path("path/to/model"), "path/to/model")
     with load_errors("model path/to/model"):    # errors that only loading shows
         AutoTokenizer.from_pretrained("path/to/model")
+
+Not of the spine: a model that a stage loads has passed these checks before.
 """
 
 from __future__ import annotations

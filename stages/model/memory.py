@@ -3,6 +3,7 @@
     shape = shape_of(config)            # on torch's meta device: no weight is loaded
     memory = training(shape, 8192, on_gpu=True, precision="bf16")
     sum(memory.values())                # of one process, by use: weights, gradients, …
+    choose_budget(bytes_of, …)          # the longest micro-batches that fit
 
 The formulas describe this project's own passes; tests compare them with measured processes. For
 each token and layer, a pass keeps these numbers for the backward pass: inputs and outputs of both
@@ -14,8 +15,10 @@ Not of the spine: nothing is trained or sampled differently by it.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +36,8 @@ from quiver.stages.model.forward.pictures import vision_parameters
 
 USABLE = 0.97
 """Usable share of a device's memory; the rest is lost between blocks."""
+_CPU_BUDGET = 2048
+_GPU_BUDGETS = (65536, 49152, 32768, 24576, 16384, 12288, 8192)
 _NOT_KNOWN = "start with a low optimize.token_budget, and look at the report's memory"
 
 # Bytes of a process without a model, on a CPU and on a GPU: code, its allocations, CUDA's context.
@@ -147,6 +152,37 @@ def uses_of(module: nn.Module) -> Counter[int]:
     return Counter(
         id(parameter) for child in module.modules() for parameter in child.parameters(recurse=False)
     )
+
+
+def choose_budget(
+    bytes_of: Callable[[int, bool], Mapping[str, float]],
+    device_bytes: float,
+    budget: int | None,
+    recomputes: bool | None,
+) -> tuple[int, bool]:
+    """Return the tokens of a micro-batch, and whether layers are recomputed in the backward pass.
+
+    What is given stays. Otherwise it is the largest budget that fits into 92 % of a GPU less 1 GB,
+    with layers recomputed only if none fits without. If none fits at all, it is the smallest budget
+    with layers recomputed.
+
+    Args:
+        bytes_of: Bytes of the process by use, with this budget, and with or without recomputing.
+            If it raises ConfigError, the smallest budget is taken, and nothing is recomputed.
+        device_bytes: Memory of the GPU; 0 on a CPU, where nothing is chosen by memory.
+        budget: A given budget.
+        recomputes: True or False if given.
+    """
+    if not device_bytes:
+        return budget or _CPU_BUDGET, bool(recomputes)
+    budgets = (budget,) if budget else _GPU_BUDGETS
+    ways = (False, True) if recomputes is None else (recomputes,)
+    with suppress(ConfigError):
+        for again, tokens in itertools.product(ways, budgets):
+            if sum(bytes_of(tokens, again).values()) <= 0.92 * device_bytes - 1e9:
+                return tokens, again
+        return budgets[-1], ways[-1]
+    return budgets[-1], ways[0]
 
 
 # -- the stages

@@ -369,10 +369,11 @@ class Config(base.Config):
     """The most that may be packed together: prompts shared by a group, whole rollouts, or nothing.
     A simpler packing is used if the model requires it."""
     token_budget: Runtime[int | None] = Field(default=None, ge=1)
-    """Tokens of one micro-batch. Default: 8192 on a GPU, 2048 on a CPU. Lower it if memory is
-    short; raise it if a GPU has memory left: small models train up to twice as fast."""
-    activation_checkpointing: Runtime[bool] = False
-    """Recompute activations in the backward pass: less memory, a third more time."""
+    """Tokens of one micro-batch. Default: 8192 to 65536 on a GPU, the most that its memory holds;
+    2048 on a CPU. In a training of one process it is halved if memory runs out."""
+    activation_checkpointing: Runtime[bool | None] = None
+    """Recompute activations in the backward pass: less memory, a third more time. Default: on a
+    GPU, if its memory holds no micro-batch otherwise."""
     shard: Runtime[bool] = False
     """Shard weights, gradients and moments over the ranks; a layer is whole only while it computes
     (FSDP2). False: each rank holds the whole model. No effect with one rank (no `processes`)."""

@@ -1,9 +1,10 @@
 """The optimizer's loop: epochs of mini-batches (a step each) of micro-batches (a pass each).
 
 Each token's weight is computed for the whole step at once, so neither micro-batches nor ranks
-change loss or gradient. The model's weights stay in float32, or in bfloat16 with precision
-`bf16_stochastic` (see `optimizer`). A step whose loss or gradient is not finite is skipped on every
-rank; three in a row stop the stage. Nothing here knows of the store.
+change loss or gradient. So a step for which memory is short is repeated in smaller micro-batches.
+The model's weights stay in float32, or in bfloat16 with precision `bf16_stochastic` (see
+`optimizer`). A step whose loss or gradient is not finite is skipped on every rank; three in a row
+stop the stage. Nothing here knows of the store.
 
 Before the first update, the audit compares the trainer's logprobs of the sampled tokens with
 `old_logprobs`, the engine's. The mean over tokens of |trainer − old| may be at most
@@ -21,18 +22,21 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from quiver.schemas.errors import NumericError
+from quiver.stages.model import memory
+from quiver.stages.model.devices import total_bytes
+from quiver.stages.model.folder import says_no_memory
 from quiver.stages.model.forward.layout import Layout, Sequences
 from quiver.stages.model.forward.packing import Piece, minibatches
-from quiver.stages.model.forward.policy import Outputs, Policy, compute_outputs, token_budget
+from quiver.stages.model.forward.policy import Outputs, Policy, compute_outputs
 from quiver.stages.model.forward.precision import choose_precision, narrow
 from quiver.stages.model.forward.verify import choose_kernel, choose_mode
 
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
 
 MAX_SKIPPED = 3
 _SECONDS_BETWEEN_LINES = 2.0
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -123,9 +128,37 @@ class Trainer(SavedState):
         self.kl_coef = config.kl_coef
         """KL coefficient of the next step, in the reward too; see terms.py."""
 
+    def choose_budget(self) -> tuple[int, bool]:
+        """Return the tokens of a micro-batch, and whether layers are recomputed; equal on every
+        rank."""
+        config = self.config
+        model = self.model
+        passed, longest, keys = self.batch.sequences.sizes(self.batch.prompt_numbers)
+        shape = cache(partial(memory.shape_of, model.config))
+
+        def bytes_of(tokens: int, recomputes: bool) -> dict[str, float]:
+            return memory.training(
+                shape(),
+                max(min(tokens, passed / config.minibatches), longest),
+                on_gpu=True,
+                precision=self.precision,
+                keys_per_token=keys,
+                lora_rank=config.lora.rank if config.lora else None,
+                has_critic=self.policy.value_trunk is not None,
+                recomputes=recomputes,
+                ranks=self.accelerator.num_processes if config.shard else 1,
+            )
+
+        recomputes = config.activation_checkpointing
+        if recomputes is None and not model.supports_gradient_checkpointing:
+            recomputes = False
+        device = self.accelerator.device
+        of_ranks = self.accelerator.gather(torch.tensor([total_bytes(device)], device=device))
+        return memory.choose_budget(bytes_of, int(of_ranks.min()), config.token_budget, recomputes)
+
     def _prepare_model(self, value_trunk: nn.Module | None) -> None:
-        """Prepare critic, packing, dtypes, attention kernel and optimizer. Each needs the ones
-        before it."""
+        """Prepare critic, token budget, packing, dtypes, attention kernel and optimizer. Each needs
+        the ones before it."""
         config = self.config
         sequences = self.batch.sequences
         value_head = None
@@ -143,7 +176,10 @@ class Trainer(SavedState):
             value_head=value_head,
             value_trunk=value_trunk,
         )
-        if config.activation_checkpointing:
+        self.budget, self.recomputes = self.choose_budget()
+        self.halvings = 0
+        """How often memory ran out and halved the budget."""
+        if self.recomputes:
             for trunk in filter(None, (self.model, value_trunk)):
                 trunk.train()  # transformers checkpoints only in train mode; every dropout is 0
                 trunk.gradient_checkpointing_enable({"use_reentrant": False})
@@ -161,8 +197,11 @@ class Trainer(SavedState):
         self.kernel = None
         """Attention kernel; None if nothing is passed through the model."""
         if self.active:
-            longest = self._microbatches(self.active, sequences)[0]
-            self.kernel = choose_kernel(self.policy, longest, sequences)
+            self.kernel = self.within_memory(
+                self.active,
+                sequences,
+                lambda microbatches: choose_kernel(self.policy, microbatches[0], sequences),
+            )
         self.optimizer = make_optimizer(config, self.model, self.critic, step=self.step)
         modules = [self.policy] if value_trunk is None else [self.model, self.critic]
         self.clip_groups = [
@@ -275,7 +314,9 @@ class Trainer(SavedState):
         if not active:
             return
         update = {"step": self.step, "epoch": epoch, "minibatch": minibatch}
-        update |= self.accumulate(members, active)
+        update |= self.within_memory(
+            active, self.batch.sequences, lambda _: self.accumulate(members, active)
+        )
         if self.config.audit.enabled and not self.audit_report:  # see `prepare`
             self.audit_report = audit(self.objective, self.batch, self.logprobs, active)
         update |= self.apply(update)
@@ -299,8 +340,32 @@ class Trainer(SavedState):
 
     def _microbatches(self, rows: Sequence[int], sequences: Sequences) -> list[list[Piece]]:
         """Return all ranks' micro-batches, the longest first."""
-        budget = self.config.token_budget or token_budget(self.accelerator.device)
-        return self.policy.microbatches(rows, self.batch.prompt_numbers, sequences, budget)
+        return self.policy.microbatches(rows, self.batch.prompt_numbers, sequences, self.budget)
+
+    def within_memory(
+        self, rows: Sequence[int], sequences: Sequences, passes: Callable[[list[list[Piece]]], T]
+    ) -> T:
+        """Return `passes` of all ranks' micro-batches of rollouts `rows`. If memory runs out, halve
+        the budget and call it again, until each rollout has a micro-batch of its own.
+
+        Several ranks fail at once: the others already wait for this one's share of a sum.
+        """
+        while True:
+            try:
+                return passes(self._microbatches(rows, sequences))
+            except (RuntimeError, MemoryError) as error:
+                divisible = [
+                    sum(piece.tokens for piece in pieces)
+                    for pieces in self._microbatches(rows, sequences)
+                    if sum(len(piece.rows) for piece in pieces) > 1
+                ]
+                is_last = not divisible or self.accelerator.num_processes > 1
+                if is_last or not says_no_memory(error):
+                    raise
+            # only here, after the error and its frames, are the tensors of the pass free
+            self.budget = max(divisible) // 2
+            self.halvings += 1
+            log.warning("memory is short: from now on micro-batches of %d tokens", self.budget)
 
     def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return self.accelerator.reduce(tensor.to(self.accelerator.device), "sum").cpu()
@@ -316,8 +381,14 @@ class Trainer(SavedState):
     def _compute_outputs(self, rows: Sequence[int], sequences: Sequences) -> Outputs:
         """Return the outputs for all completion tokens of `sequences`, 0 for rollouts outside
         `rows`; equal on every rank."""
-        microbatches = self._microbatches(rows, sequences)[self.rank_share]
-        return Outputs(*self._sum_over_ranks(compute_outputs(self.policy, microbatches, sequences)))
+        outputs = self.within_memory(
+            rows,
+            sequences,
+            lambda microbatches: compute_outputs(
+                self.policy, microbatches[self.rank_share], sequences
+            ),
+        )
+        return Outputs(*self._sum_over_ranks(outputs))
 
     # -- one step
 
@@ -347,17 +418,16 @@ class Trainer(SavedState):
                 outputs = self.policy(layout, frozen=self.warming)
                 loss, loss_sums, largest = self.objective.loss(token_columns, outputs, step_columns)
                 loss.backward()
-                padding, slots = layout.filling
-                self.padding += padding
-                self.slots += slots
                 sums += loss_sums
                 log_ratio_max = torch.fmax(log_ratio_max, largest)
-                finished.append((places, outputs.logprobs.detach()))
+                finished.append((places, outputs.logprobs.detach(), layout.filling))
                 if number < num_passes and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
                     log.info("step %d: %d of %d micro-batches", self.step, number, num_passes)
                     last_line = time.monotonic()
-        for places, of_microbatch in finished:
+        for places, of_microbatch, (padding, slots) in finished:
             logprobs[places] = of_microbatch.cpu()
+            self.padding += padding
+            self.slots += slots
         if self.accelerator.num_processes > 1:
             self._sum_gradients()
         places = self.batch.places(active)

@@ -61,7 +61,7 @@ def run_side(
     env: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run one side in a process of its own and return what it printed."""
-    ours = {**ENVIRONMENT, **allocator_environment()} if side in _OURS else {}
+    ours = {**ENVIRONMENT, **allocator_environment("optimize")} if side in _OURS else {}
     env = {**ours, **(env or {})}
     environment = {
         **os.environ,

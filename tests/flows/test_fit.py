@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from quiver.flows.fit import Estimate, Workload, find_config, parse_machine, this_host, workload_of
 from quiver.flows.recipe import Recipe
@@ -153,8 +153,7 @@ def test_the_command_line_ends_with_7_if_a_stage_does_not_fit(tmp_path):
         assert stage["bytes"] == pytest.approx(sum(stage["parts"].values()), abs=5)
     assert [way["settings"] for way in optimize["fits_with"]] == [
         "optimize.processes = 2, optimize.shard = true",
-        "optimize.processes = 2, optimize.shard = true, optimize.token_budget = 512, "
-        "optimize.activation_checkpointing = true",
+        "optimize.processes = 2, optimize.shard = true, optimize.token_budget = 512",
     ]
     assert not (tmp_path / "store").exists()
 
@@ -274,8 +273,44 @@ def test_vllm_decodes_fewer_together_on_an_a100():
 
 
 def test_micro_batches_are_no_shorter_than_a_rollout():
-    assert trained(token_budget=64).notes == ("micro-batches of 150 tokens, bf16",)
+    config = Config(token_budget=64, activation_checkpointing=False)
+    [note] = estimate(work=FEW).training(config).notes
+    assert note == "micro-batches of 150 tokens, bf16"
     assert trained(shard=True) == trained(), "one rank shares nothing"
+
+
+QWEN3 = {
+    "0.6B": (1024, 3072, 28, 16),
+    "1.7B": (2048, 6144, 28, 16),
+    "4B": (2560, 9728, 36, 32),
+    "8B": (4096, 12288, 36, 32),
+}
+"""Hidden size, intermediate size, layers and heads."""
+
+
+@pytest.mark.parametrize(
+    ("size", "chosen"),
+    [
+        ("0.6B", {"rtx4090": (8192, False), "a100-40gb": (24576, False), "h100": (49152, False)}),
+        ("1.7B", {"a100-40gb": (16384, True), "h100": (24576, False), "h200": (49152, False)}),
+        ("4B", {"h100": (8192, True), "h200": (16384, False), "b200": (24576, False)}),
+        ("8B", {"h100": (8192, True), "b200": (32768, True)}),
+    ],
+)  # fmt: skip
+def test_micro_batches_are_the_longest_that_a_card_holds(size, chosen):
+    hidden, intermediate, layers, heads = QWEN3[size]
+    shape = shape_of(
+        Qwen3Config(
+            vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate,
+            num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
+            head_dim=128, tie_word_embeddings=size != "8B",
+        )
+    )  # fmt: skip
+    for name, (tokens, recomputes) in chosen.items():
+        [note] = estimate(name, shape).training(Config()).notes
+        assert note == f"micro-batches of {tokens} tokens, bf16" + (
+            ", activations recomputed" if recomputes else ""
+        ), name
 
 
 # -- does it fit

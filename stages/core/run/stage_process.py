@@ -111,7 +111,7 @@ class StageProcess:
             cached = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
             compiled = os.path.join(cached, "quiver", "torchinductor")
             variables = {"TORCHINDUCTOR_CACHE_DIR": compiled, **os.environ, **ENVIRONMENT}
-            variables |= {**allocator_environment(), **(terms.env or {})}
+            variables |= {**allocator_environment(terms.stage), **(terms.env or {})}
             if not terms.online:
                 variables["HF_HUB_OFFLINE"] = "1"
             if len(str(folder)) <= _LONGEST_TEMPORARY_PATH:
@@ -302,18 +302,24 @@ def one_child_for_any_stage() -> Iterator[None]:
         _FOR_ANY_STAGE.reset(token)
 
 
-def allocator_environment() -> dict[str, str]:
-    """Return the environment variables that make a child process use tcmalloc, if this host has it.
+def allocator_environment(stage: str) -> dict[str, str]:
+    """Return the environment variables of memory allocators for a child process of `stage`.
 
-    Empty if LD_PRELOAD is set, even to an empty string: its user has chosen. With tcmalloc an
-    optimize process uses slightly less memory, and is as fast or slightly faster in most shapes
-    (tests/benchmarks/RESULTS.md).
+    On a GPU, optimize and logprobs get segments that grow with their micro-batches, not vLLM, whose
+    sleep does not allow them. The process uses tcmalloc if this host has it: an optimize process
+    then uses slightly less memory, and is as fast or slightly faster in most shapes
+    (tests/benchmarks/RESULTS.md). What the user has set stays, also an empty LD_PRELOAD.
     """
+    variables = {}
+    is_set = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if stage in ("optimize", "logprobs") and not is_set:
+        variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     library = _find_library("tcmalloc_minimal") or _find_library("tcmalloc")
-    if library is None or "LD_PRELOAD" in os.environ:
-        return {}
-    # by default it prints a report for each tensor above a gigabyte
-    return {"LD_PRELOAD": library, "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**62)}
+    if library and "LD_PRELOAD" not in os.environ:
+        variables["LD_PRELOAD"] = library
+        # by default it prints a report for each tensor above a gigabyte
+        variables["TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD"] = str(2**62)
+    return variables
 
 
 @dataclass

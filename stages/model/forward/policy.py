@@ -225,11 +225,6 @@ def pieces_of(
     )
 
 
-def token_budget(device: torch.device) -> int:
-    """Return the default number of tokens of one micro-batch on `device`."""
-    return 8192 if device.type == "cuda" else 2048
-
-
 def compute_logprobs(
     policy: Policy, microbatches: Sequence[Sequence[Piece]], sequences: Sequences
 ) -> Tensor:

@@ -32,7 +32,7 @@ from quiver.stages.model.forward.attention import hidden_states, set_mode
 from quiver.stages.model.forward.layout import Sequences, make_layout
 from quiver.stages.model.forward.logprob_head import Shaping, completion_logprobs
 from quiver.stages.model.forward.packing import pack
-from quiver.stages.model.forward.policy import pieces_of, token_budget
+from quiver.stages.model.forward.policy import pieces_of
 from quiver.stages.model.forward.precision import products
 from quiver.stages.model.loading import load_pretrained, short_of_memory
 from quiver.stages.model.mkl_warmup import make_first_calls
@@ -75,7 +75,7 @@ class Forward:
             getattr(self.model, "score", None), nn.Module
         )
         """True if its values come from a head on the last hidden state."""
-        self.budget = config.token_budget or token_budget(self.device)
+        self.budget = config.token_budget or (8192 if cuda else 2048)
         self.way = ""
 
     @torch.inference_mode()

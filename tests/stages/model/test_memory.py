@@ -129,3 +129,38 @@ def test_vllm_splits_weights_over_gpus():
     ]
     assert weights == [SEVEN.weights, 2 * SEVEN.weights, 2 * SEVEN.weights]
     assert memory.reward_model(10, width=4, on_gpu=True, split=2)["weights"] == 20
+
+
+# -- the budget
+
+
+def half(tokens, recomputes):
+    """A byte a token, and half of one if layers are recomputed."""
+    return {"activations": 1e6 * tokens * (0.5 if recomputes else 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "given", "chosen"),
+    [
+        (0, (None, None), (2048, False)),
+        (0, (300, True), (300, True)),
+        (100, (None, None), (65536, False)),
+        (17, (None, None), (12288, False)),
+        (8, (None, None), (12288, True)),
+        (8, (None, False), (8192, False)),
+        (17, (None, True), (24576, True)),
+        (17, (9000, None), (9000, False)),
+        (10, (9000, None), (9000, True)),
+        (2, (None, None), (8192, True)),
+    ],
+)
+def test_the_most_that_fits_is_chosen_and_what_is_given_stays(gigabytes, given, chosen):
+    assert memory.choose_budget(half, gigabytes * 1e9, *given) == chosen
+
+
+@pytest.mark.parametrize(("given", "recomputes"), [(None, False), (False, False), (True, True)])
+def test_a_model_of_an_unknown_shape_gets_the_smallest_budget(given, recomputes):
+    def unknown(tokens, recomputes):
+        return memory.training(memory.shape_of(T5Config()), tokens, on_gpu=True, precision="bf16")
+
+    assert memory.choose_budget(unknown, 1e12, None, given) == (8192, recomputes)

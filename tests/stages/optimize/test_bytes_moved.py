@@ -154,7 +154,7 @@ def test_quiver_fit_tells_the_peak_within_a_fifth(name):
     work = Workload(GROUPS, COPIES, PROMPT, COMPLETION, 240, "the test")
     assert work.passed_tokens == 8073
     estimate = Estimate(RECIPE, shape_of(MODELS[name]), work, parse_machine("h100"))
-    need = estimate.training(Config(kl_coef=0.1, token_budget=8073))
+    need = estimate.training(Config(kl_coef=0.1, token_budget=8073, activation_checkpointing=False))
     held = need.bytes - need.memory["libraries"]
     held -= 0.5 * need.memory["gradients"]  # in the middle of the backward pass
     assert held == pytest.approx(counter.peak, rel=0.2)

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 from quiver.flows.look.gather import gather
 from quiver.flows.look.troubles import learned_nothing
 from quiver.flows.verification import verify
-from quiver.schemas.errors import LineageError, NumericError, SchemaError
+from quiver.schemas.errors import LineageError, NumericError, ResourceError, SchemaError
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.model import checkpoints
+from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.inputs import RolloutSet
 from tests.stages.optimize import world
@@ -70,6 +71,58 @@ def test_the_next_policy_loads_and_keeps_config_and_tokenizer(store, tmp_path, c
     configs = [json.loads(version.files.read("config.json")) for version in (policy, done)]
     assert configs[0] == configs[1]
     assert [path.name for path in done.files.folder.glob("*.safetensors")] == ["model.safetensors"]
+
+
+def short_of_memory(monkeypatch, most: int, fits: int):
+    """Let passes with gradients of over `most` tokens run out of memory, after `fits` of them."""
+    passed = itertools.count()
+    forward = Policy.forward
+
+    def limited(policy, layout, **options):
+        is_long = torch.is_grad_enabled() and layout.filling[1] > most
+        if is_long and next(passed) >= fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(policy, layout, **options)
+
+    monkeypatch.setattr(Policy, "forward", limited)
+
+
+def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_micro_batches(
+    store, policy, made, monkeypatch
+):
+    settings = _config(token_budget=60, epochs=2)
+    calm = _run(store, policy, made, settings, into="calm")
+    short_of_memory(monkeypatch, 40, 1)  # some of the gradient is there already
+    done = _run(store, policy, made, settings)
+    assert store.numbers("tiny", "policy") == [0, 1]
+    assert calm.manifest.metrics["token_budget"] == 60
+    assert calm.manifest.metrics["budget_halvings"] == 0
+    assert done.manifest.metrics["token_budget"] <= 30
+    assert done.manifest.metrics["budget_halvings"] == 1
+    for ours, theirs in zip(world.updates(store, done), world.updates(store, calm), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+        assert ours["microbatches"] > theirs["microbatches"]
+    expected = world.weights(calm)
+    for name, weight in world.weights(done).items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
+
+
+def test_a_rollout_that_memory_does_not_hold_is_refused(store, policy, made, monkeypatch):
+    short_of_memory(monkeypatch, 0, 0)
+    with pytest.raises(ResourceError, match="memory is short"):
+        _run(store, policy, made)
+    assert store.numbers("tiny", "policy") == [0]
+
+
+@pytest.mark.parametrize(
+    ("device_bytes", "chosen"), [(8 * 10**10, (65536, False)), (10**9, (8192, True))]
+)
+def test_the_budget_is_of_the_cards_memory(store, policy, made, monkeypatch, device_bytes, chosen):
+    monkeypatch.setattr("quiver.stages.optimize.trainer.total_bytes", lambda _: device_bytes)
+    done = _run(store, policy, made)
+    metrics = done.manifest.metrics
+    assert (metrics["token_budget"], metrics["activation_checkpointing"]) == chosen
+    assert done.files.read("config.json") == policy.files.read("config.json")
 
 
 def test_how_the_work_is_cut_is_no_other_work(store, policy, made):

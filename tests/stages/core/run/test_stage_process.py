@@ -15,6 +15,7 @@ from quiver.stages.core.run.folders import sweep_folders, temporary_folder
 from quiver.stages.core.run.stage_process import (
     StageProcess,
     Terms,
+    allocator_environment,
     ask,
     end_waiting,
     start_ahead,
@@ -215,3 +216,15 @@ def test_the_folders_of_dead_processes_are_swept(temporary):
     assert not folder.exists()
     holders[0].kill()
     holders[0].wait()
+
+
+def test_stages_of_passes_get_segments_that_grow_unless_the_user_chose(monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    grows = {
+        stage: "PYTORCH_ALLOC_CONF" in allocator_environment(stage)
+        for stage in ("optimize", "logprobs", "generate", "evaluate", "any")
+    }
+    assert [stage for stage, does in grows.items() if does] == ["optimize", "logprobs"]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert "PYTORCH_ALLOC_CONF" not in allocator_environment("optimize")

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from quiver.stages.model.forward.layout import Sequences
-from quiver.stages.model.forward.policy import Policy, token_budget
+from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.loading import take_own_attention
 from quiver.stages.model.ragged import Ragged
 
@@ -155,10 +155,6 @@ def test_a_prompt_of_several_rollouts_is_passed_once_where_it_is_shared(mode, nu
     # what comes after the last token of a completion is not asked
     passed += len(data.completions.values) - len(groups)
     assert sum(piece.tokens for piece in pieces) == passed
-
-
-def test_a_micro_batch_is_larger_on_a_gpu():
-    assert [token_budget(torch.device(name)) for name in ("cpu", "cuda")] == [2048, 8192]
 
 
 @pytest.mark.parametrize("short, rows", WAYS)
