@@ -78,7 +78,7 @@ def as_json(plain: Any) -> str:
 def data_url(image: dict[str, Any]) -> str:
     """Shrink a picture of prompts/2 and return it as a data URL, so that a page needs no other
     file."""
-    from quiver.stages.model.images.decoder import open_image
+    from quiver.stages.model.media.decoder import open_image
 
     small = open_image(image["bytes"])
     small.thumbnail((_SIDE, _SIDE))

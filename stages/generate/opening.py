@@ -29,8 +29,8 @@ from quiver.stages.model.chat.control_tokens import Guard
 from quiver.stages.model.chat.generation_prompt import learn_markup, reserved_ids
 from quiver.stages.model.chat.messages import read_messages
 from quiver.stages.model.chat.template import Template
-from quiver.stages.model.images.checking import ImageCheck, ImageLimits
-from quiver.stages.model.images.processor import load_processor
+from quiver.stages.model.media.checking import ImageCheck, ImageLimits
+from quiver.stages.model.media.processor import load_processor
 from quiver.stages.turns.bridge import Bridge
 from quiver.stages.turns.environment_config import EnvironmentConfig
 from quiver.stages.turns.episode import Setting

@@ -29,7 +29,7 @@ from quiver.stages.model import vllm_env
 from quiver.stages.model.devices import engine_gpus
 from quiver.stages.model.folder import load_errors
 from quiver.stages.model.forward import logprob_head
-from quiver.stages.model.forward.pictures import vision_parameters
+from quiver.stages.model.forward.media import vision_parameters
 
 USABLE = 0.97
 """Usable share of a device's memory; the rest is lost between blocks."""

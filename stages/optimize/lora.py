@@ -39,7 +39,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.core.files import write_bytes
 from quiver.stages.core.store import Version
 from quiver.stages.model.checkpoints import ADAPTER_FOLDER, ADAPTER_PREFIX, ADAPTER_WEIGHTS
-from quiver.stages.model.forward.pictures import vision_parameters
+from quiver.stages.model.forward.media import vision_parameters
 from quiver.stages.model.forward.precision import choose_precision
 from quiver.stages.model.loading import load_as_stored, load_model
 

@@ -18,7 +18,7 @@ from quiver.stages.turns.environment import Message, environment_seed
 from quiver.stages.turns.pool import EnvironmentPool
 
 from .config import Config
-from .images import without_images
+from .media import without_images
 
 _MOST_OPEN = 256
 """Maximum environments that begin at once."""

@@ -53,7 +53,7 @@ from .chats import (
 )
 from .columns import CHUNK
 from .config import Config
-from .images import Picture, Pictures, without_images
+from .media import Picture, Pictures, without_images
 
 _EXPECTED = {
     "messages": "a list of {role, content}",

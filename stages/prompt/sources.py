@@ -47,7 +47,7 @@ from quiver.stages.model.user_cache import Memory
 
 from .columns import CHUNK, plain_table, to_table
 from .config import INPUTS, SUFFIXES, Config, SourceConfig
-from .images import hash_with_files
+from .media import hash_with_files
 
 _MOST_LEVELS = 60  # Arrow can read files with up to 64
 _QUESTIONS = ("question", "prompt", "problem", "query", "instruction")

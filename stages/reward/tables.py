@@ -17,12 +17,12 @@ import pyarrow.compute as pc
 
 from quiver.schemas import rewards
 from quiver.schemas.errors import LineageError, NumericError, printable
-from quiver.schemas.prompts import most_images
+from quiver.schemas.prompts import most_media
 from quiver.stages.core.store import Version
 from quiver.stages.model.chat.messages import read_messages
 from quiver.stages.turns.statistics import FAILURES
 
-from . import pictures, turns
+from . import media, turns
 from .config import Config
 from .functions import overlong_penalty
 from .scoring import LARGEST, OVERLONG, Batch, Part
@@ -78,10 +78,10 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
         for field, column in zip(columns.type, columns.flatten(), strict=True)
     }
     lists = Lists(makers)
-    if pictures.OFFERED in prompts.column_names:
-        makers[pictures.OFFERED] = lambda: [
-            [pictures.ImageBytes(image["bytes"]) for image in row or ()]
-            for row in prompts[pictures.OFFERED].to_pylist()
+    if media.OFFERED in prompts.column_names:
+        makers[media.OFFERED] = lambda: [
+            [media.ImageBytes(image["bytes"]) for image in row or ()]
+            for row in prompts[media.OFFERED].to_pylist()
         ]
     if turns.has_turns(rollouts):
         makers["turns"] = partial(turns.of_rows, rollouts)
@@ -105,10 +105,10 @@ def prompts_of(prompts: Version) -> pa.Table:
     has any."""
     names = ["group_id", "messages", "prompt_text", "columns"]
     if prompts.manifest.kind_schema == "prompts/2":
-        names.append(pictures.OFFERED)
+        names.append(media.OFFERED)
     table = prompts.table(names).combine_chunks()
-    if pictures.OFFERED in names and not most_images(table):
-        table = table.drop_columns(pictures.OFFERED)
+    if media.OFFERED in names and not most_media(table):
+        table = table.drop_columns(media.OFFERED)
     return table
 
 

@@ -27,7 +27,7 @@ from quiver.flows.preflight import preflight
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.store import Store
-from quiver.stages.model.images.decoder import open_image
+from quiver.stages.model.media.decoder import open_image
 from tests.writing import run_here, run_iteration
 
 ROOT = Path(__file__).parents[2]

@@ -43,8 +43,8 @@ from quiver.stages.model.ragged import Ragged
 from quiver.stages.model.turns import Turns, after_prompts
 
 from .gpu.choice import in_order
+from .media import Media, MediaInStrip, in_strip
 from .packing import Piece
-from .pictures import Pictures, PicturesInStrip, in_strip
 
 _MASK_ITEMS = 32 * 1024 * 1024
 """Most items of one block's mask."""
@@ -66,7 +66,7 @@ class Sequences:
     """[B] float32"""
     turns: Turns | None = None
     """Ids between the sampled ids, for rollouts of several turns."""
-    pictures: Pictures | None = None
+    media: Media | None = None
     """Pictures shown to the rollouts, if any."""
 
     @property
@@ -82,7 +82,7 @@ class Sequences:
             self.completions.take(index),
             self.temperature[index],
             self.turns and self.turns.take(index),
-            self.pictures and self.pictures.take(index),
+            self.media and self.media.take(index),
         )
 
 
@@ -204,7 +204,7 @@ class Layout:
     """Spans for the kernel for sequences of any lengths. If given, they replace `blocks`."""
     sequence_lengths: tuple[int, ...] = ()
     """For a single rollout with rewritten histories: the lengths of its sequences."""
-    pictures: PicturesInStrip | None = None
+    media: MediaInStrip | None = None
 
     @property
     def filling(self) -> tuple[int, int]:
@@ -273,9 +273,9 @@ def make_layout(
     blocks, gather = make_blocks(spans, device)
     positions = _tensor(_positions(spans), device)[None]
     at_completions = rows, completion_starts
-    pictures = in_strip(sequences.pictures, at_prompts, at_completions, positions.shape[1], device)
-    if pictures is not None and pictures.shifts is not None:
-        positions = positions + pictures.shifts[:, None]
+    media = in_strip(sequences.media, at_prompts, at_completions, positions.shape[1], device)
+    if media is not None and media.shifts is not None:
+        positions = positions + media.shifts[:, None]
     return Layout(
         ids=_tensor(np.concatenate(segments, dtype=np.int64), device)[None],
         positions=positions,
@@ -287,7 +287,7 @@ def make_layout(
         temperature=_tensor(np.repeat(sequences.temperature.numpy()[rows], target_counts), device),
         runs=make_runs(spans, device) if varlen else None,
         sequence_lengths=tuple(spans.lengths.tolist()) if len(after.restarts) else (),
-        pictures=pictures,
+        media=media,
     )
 
 

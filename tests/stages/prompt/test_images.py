@@ -16,12 +16,12 @@ from quiver.schemas.errors import ConfigError
 from quiver.schemas.prompts import OURS
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
-from quiver.stages.model.images.checking import ImageCheck, ImageLimits
-from quiver.stages.model.images.decoder import open_image
-from quiver.stages.model.images.processor import load_processor
+from quiver.stages.model.media.checking import ImageCheck, ImageLimits
+from quiver.stages.model.media.decoder import open_image
+from quiver.stages.model.media.processor import load_processor
 from quiver.stages.prompt import sources, stage
 from quiver.stages.prompt.config import Config
-from quiver.stages.prompt.images import read_cell
+from quiver.stages.prompt.media import read_cell
 from tests import sight, tiny
 
 # <|im_start|>user\n … <|im_end|>\n<|im_start|>assistant\n
@@ -80,11 +80,11 @@ def test_pictures_stand_where_the_chat_shows_them(store, policy, tmp_path):
         chat("no picture"),
         chat(None, "before"),
     ]
-    starts = [[span["start"] for span in row["image_spans"]] for row in found]
+    starts = [[span["start"] for span in row["spans"]] for row in found]
     lead = len(ids("<|im_start|>user\n"))
     first = lead + len(ids("zero "))
     assert starts == [[lead], [first, first + 7 + len(ids(" one "))], [], [lead]]
-    assert {span["length"] for row in found for span in row["image_spans"]} == {7}
+    assert {span["length"] for row in found for span in row["spans"]} == {7}
     stored = [[image["bytes"] for image in row["images"]] for row in found]
     assert stored == [contents[:1], contents[::-1], [], contents[1:]]
     assert found[1]["messages"][0]["content"] == "zero  one "
@@ -299,8 +299,8 @@ def test_each_picture_has_as_many_ids_as_it_is_large(store, tmp_path):
         (tmp_path / f"{number}.png").write_bytes(content)
     rows = [{"prompt": "one", "images": ["0.png", "1.png"]}]
     (row,) = render(store, tmp_path, rows, policy=str(policy)).table().to_pylist()
-    shown = [row["prompt_ids"][at["start"] :][: at["length"]] for at in row["image_spans"]]
-    assert shown == [processor.read(content).ids.tolist() for content in contents]
+    shown = [row["prompt_ids"][at["start"] :][: at["length"]] for at in row["spans"]]
+    assert shown == [processor.read("image", content).ids.tolist() for content in contents]
     assert len(shown[0]) < len(shown[1])
 
 

@@ -17,7 +17,7 @@ class ImageBytes(bytes):
     """The bytes of a picture. Pickling turns it into a PIL image in a function's process."""
 
     def __reduce__(self) -> Any:
-        from quiver.stages.model.images.decoder import open_image
+        from quiver.stages.model.media.decoder import open_image
 
         return open_image, (bytes(self),)
 

@@ -1,49 +1,49 @@
 """Converts pictures to a model's inputs with the policy's own processor: prompt ids and pixels.
 
     processor = load_processor(store.open("arith/policy@0"))
-    seen = processor.read(content)      # the bytes of a PNG, JPEG or WebP
-    seen.ids                            # [7] ids that represent it in the prompt
-    seen.inputs                         # {"pixel_values": [1, 1, 3, 32, 32], …}
+    seen = processor.read("image", content)     # the bytes of a PNG, JPEG or WebP
+    seen.ids                                    # [7] ids that represent it in the prompt
+    seen.inputs                                 # {"pixel_values": [1, 1, 3, 32, 32], …}
 
 Not of the spine: only prompts with pictures need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from quiver.schemas.errors import ConfigError
+from quiver.schemas.prompts import MEDIA
 from quiver.stages.core.store import Version
 from quiver.stages.model import checkpoints
 from quiver.stages.model.families import THREE_AXES, load_folders_processor
 from quiver.stages.model.folder import load_errors
-from quiver.stages.model.images.decoder import open_image
+from quiver.stages.model.media.decoder import open_image
 
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-_NOT_PIXELS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+_NOT_FEATURES = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
 class Span(NamedTuple):
-    """Position of a picture's ids in a prompt."""
+    """Position of a medium's ids in a prompt."""
 
+    modality: str
     start: int
     length: int
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Pictures as model inputs."""
+    """Media of one modality as model inputs."""
 
     ids: np.ndarray
     """[n] int32: ids that represent them in the prompt."""
     inputs: dict[str, np.ndarray]
-    """Arguments of the model's `get_image_features`, for these pictures only."""
+    """Arguments of the model's function that makes their features."""
 
 
 class Processor:
@@ -52,70 +52,78 @@ class Processor:
     def __init__(self, processor: Any, name: str) -> None:
         """Wrap `processor`, of transformers.
 
-        Raises ConfigError about the policy `name` if it names no token for a picture.
+        Raises ConfigError about the policy `name` if it names no token for any modality.
         """
         self._processor = processor
         self.name = name
-        self.token = getattr(processor, "image_token", None)
-        """Text that a chat template writes in place of a picture."""
-        if not isinstance(self.token, str):
+        tokens = {modality: getattr(processor, f"{modality}_token", None) for modality in MEDIA}
+        self._tokens = {each: token for each, token in tokens.items() if isinstance(token, str)}
+        """By modality, the text that a chat template writes in place of a medium."""
+        if not self._tokens:
             raise ConfigError(
                 name,
                 f"its processor, a {type(processor).__name__}, names no image_token",
                 next="take a policy whose processor does",
             )
-        self.placeholder_id = processor.tokenizer.convert_tokens_to_ids(self.token)
-        """Id that an engine gets for a picture; the engine expands it itself."""
-
-    def read(self, content: bytes) -> Seen:
-        """Return the model inputs of the picture in `content`.
-
-        Raises ConfigError if the processor cannot read it.
-        """
-        return self.read_images([open_image(content)])
+        self.placeholder_ids: dict[str, int] = {
+            modality: processor.tokenizer.convert_tokens_to_ids(token)
+            for modality, token in self._tokens.items()
+        }
+        """By modality, the id that an engine gets for a medium; the engine expands it itself."""
 
     def expand(
-        self, name: str, ids: Sequence[int], contents: Sequence[bytes]
+        self, name: str, ids: Sequence[int], contents: Mapping[str, Sequence[bytes]]
     ) -> tuple[list[int], list[Span]]:
-        """Replace each picture's placeholder in rendered `ids` by the picture's own ids.
+        """Replace each medium's placeholder in rendered `ids` by the medium's own ids.
 
         Returns:
-            The expanded ids, and the span of each picture in them.
+            The expanded ids, and the span of each medium in them.
 
         Raises:
             ConfigError: About `name`: `ids` do not have one placeholder for each of `contents`.
         """
-        places = [place for place, id in enumerate(ids) if id == self.placeholder_id]
-        if len(places) != len(contents):
-            raise ConfigError(
-                name,
-                f"the chat template shows {len(places)} pictures, and there are {len(contents)}",
-                next="set prompt.template to one that shows each part of type image",
-            )
         expanded: list[int] = []
         spans = []
-        end = 0
-        for place, content in zip(places, contents, strict=True):
-            seen = self.read(content)
-            expanded += ids[end:place]
-            spans.append(Span(len(expanded), len(seen.ids)))
+        modalities = {self.placeholder_ids[modality]: modality for modality in contents}
+        unread = {modality: list(files) for modality, files in contents.items()}
+        shown = Counter(modalities[id] for id in ids if id in modalities)
+        for modality, files in contents.items():
+            if shown[modality] != len(files):
+                raise ConfigError(
+                    name,
+                    f"its ids show {shown[modality]} {MEDIA[modality]}, and there are {len(files)}",
+                    next="set prompt.template to one that shows each part of type "
+                    f"{modality}, or give one id {self.placeholder_ids[modality]} for each",
+                )
+        for id in ids:
+            if id not in modalities:
+                expanded.append(id)
+                continue
+            seen = self.read(modalities[id], unread[modalities[id]].pop(0))
+            spans.append(Span(modalities[id], len(expanded), len(seen.ids)))
             expanded += seen.ids.tolist()
-            end = place + 1
-        return [*expanded, *ids[end:]], spans
+        return expanded, spans
 
-    def read_images(self, images: Sequence[Image]) -> Seen:
-        """Return the model inputs of decoded pictures that follow one another in one prompt."""
+    def open(self, modality: str, content: bytes) -> Any:
+        """Return a decoded medium, whose bytes were checked."""
+        return open_image(content)
+
+    def read(self, modality: str, *contents: bytes) -> Seen:
+        """Return the model inputs of media that follow one another in one prompt.
+
+        Raises ConfigError if the processor cannot read them.
+        """
+        opened = [self.open(modality, content) for content in contents]
         with load_errors(f"processor of {self.name}"):
             arrays = self._processor(
-                text=[self.token * len(images)],
-                images=[list(images)],
+                text=[self._tokens[modality] * len(opened)],
+                images=[opened],
                 add_special_tokens=False,
                 return_tensors="np",
             )
         inputs = {name: np.asarray(array) for name, array in arrays.items()}
         ids = inputs["input_ids"][0].astype(np.int32)
-        pixels = {name: array for name, array in inputs.items() if name not in _NOT_PIXELS}
-        return Seen(ids, pixels)
+        return Seen(ids, {name: inputs[name] for name in inputs.keys() - _NOT_FEATURES})
 
 
 def load_processor(version: Version) -> Processor:
@@ -136,17 +144,18 @@ def load_processor(version: Version) -> Processor:
     return Processor(load_folders_processor(version.files.folder, name), name)
 
 
-def image_token_id(version: Version) -> int:
-    """Return the id that marks each picture feature's position in a prompt. Raises ConfigError."""
+def token_ids(version: Version) -> list[int]:
+    """Return the ids that mark features' positions in a prompt. Raises ConfigError."""
     config = checkpoints.model_config(version)
-    id = config.get("image_token_id", config.get("image_token_index"))
-    if type(id) is not int:
+    fields = [f"{modality}_token_{kind}" for modality in MEDIA for kind in ("id", "index")]
+    ids = [config[field] for field in fields if type(config.get(field)) is int]
+    if not ids:
         raise ConfigError(
             str(version.ref),
             "config.json names no image_token_id",
             next="import the model again, as another run",
         )
-    return id
+    return ids
 
 
 def features_merged(version: Version) -> int | None:

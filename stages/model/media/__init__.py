@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Picture(NamedTuple):
-    """A picture in a prompt."""
+class Medium(NamedTuple):
+    """A picture or clip in a prompt."""
 
+    modality: str
+    """One of `schemas.prompts.MEDIA`."""
     content: bytes
-    """A PNG, JPEG or WebP file that was validated."""
+    """A file that was validated."""
     start: int
     """Index of its first id in the prompt."""
     length: int

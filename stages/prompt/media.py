@@ -23,8 +23,8 @@ from quiver.schemas.manifest import digest
 from quiver.schemas.outside import read_path, shape_of
 from quiver.stages.core.files import read_file, sha256_of
 from quiver.stages.core.store import Version
-from quiver.stages.model.images.checking import ImageCheck, ImageLimits
-from quiver.stages.model.images.processor import load_processor
+from quiver.stages.model.media.checking import ImageCheck, ImageLimits
+from quiver.stages.model.media.processor import load_processor
 
 from .chats import bad_row, naming_row
 from .config import SUFFIXES, Config, SourceConfig
@@ -57,12 +57,12 @@ class Pictures:
     def expanded(self, name: str, ids: list[int], pictures: list[Picture]) -> dict[str, Any]:
         """Return a prompt's columns with each picture's placeholder expanded. Raises ConfigError.
 
-        They are `prompt_ids`, the pictures (`images`), and their positions (`image_spans`).
+        They are `prompt_ids`, the pictures (`images`), and their positions (`spans`).
         """
         contents = [picture["bytes"] for picture in pictures]
-        prompt_ids, spans = self._processor.expand(name, ids, contents)
-        image_spans = [span._asdict() for span in spans]
-        return {"prompt_ids": prompt_ids, "images": pictures, "image_spans": image_spans}
+        prompt_ids, spans = self._processor.expand(name, ids, {"image": contents})
+        span_rows = [span._asdict() for span in spans]
+        return {"prompt_ids": prompt_ids, "images": pictures, "spans": span_rows}
 
 
 def read_cell(name: str, cell: Any, config: Config) -> list[Picture]:
