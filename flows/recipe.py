@@ -358,8 +358,8 @@ def _source_fields(config: PromptConfig, section: str) -> tuple[dict[str, Any], 
             text = re.sub(_KEY_OF_DATA, f"{section}.", getattr(error, field))
             setattr(error, field, text)
         raise
-    # Functions get the column of pictures as `images` instead.
-    columns = [column for column in columns if column != config.images]
+    # Functions get the columns of media under their own names instead.
+    columns = [column for column in columns if column not in config.media.values()]
     return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}, columns
 
 

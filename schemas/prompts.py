@@ -24,6 +24,7 @@ gets tools, or an environment answers. Messages then have four more fields, stri
 |---|---|---|
 | tools | string, null | JSON of the tools given to the template |
 | images | list<struct<bytes, path>>, null | a prompt's pictures, as `datasets.Image` stores them |
+| audio | list<struct<bytes, path>>, null | its clips, as `datasets.Audio` stores them |
 | spans | list<struct<modality, start, length>>, null | where their ids are in `prompt_ids` |
 
 Spans are in order of `start`. The first span of a modality belongs to the first file in its column
@@ -69,7 +70,7 @@ _MORE = [pa.field(name, pa.string()) for name in outside.MORE]
 MESSAGES_WITH_MORE = pa.list_(
     fields.required("item", pa.struct([fields.ROLE, fields.CONTENT, *_MORE]))
 )
-MEDIA = {"image": "images"}
+MEDIA = {"image": "images", "audio": "audio"}
 """For each modality, the column with a prompt's files."""
 _FILE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 _SPAN = pa.struct(
@@ -103,7 +104,7 @@ def check(table: pa.Table) -> pa.Schema:
 
 
 def most_media(table: pa.Table) -> dict[str, int]:
-    """Return the most files of one prompt, by modality; without modalities of which none is there."""
+    """Return the most files of one prompt, for each modality of which there is any."""
     columns = {name: column for name, column in MEDIA.items() if column in table.column_names}
     most = {name: pc.max(pc.list_value_length(table[columns[name]])).as_py() for name in columns}
     return {name: count for name, count in most.items() if count}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
 )
 from transformers import __version__ as VERSION
@@ -174,7 +174,7 @@ def loader_of(config: Any) -> Any:
     if config.is_encoder_decoder:
         return AutoModelForSeq2SeqLM
     has_text = type(config) in AutoModelForCausalLM._model_mapping
-    return AutoModelForCausalLM if has_text else AutoModelForImageTextToText
+    return AutoModelForCausalLM if has_text else AutoModelForMultimodalLM
 
 
 def make_tiny(config: Any) -> nn.Module:

@@ -16,7 +16,8 @@ from quiver.schemas.errors import ConfigError, SchemaError, printable
 from quiver.schemas.prompts import MEDIA
 from quiver.stages.core.store import Version
 from quiver.stages.model import checkpoints
-from quiver.stages.model.media import Medium
+from quiver.stages.model.media import WORDS, Medium
+from quiver.stages.model.media.processor import require_senses
 
 from .config import Config
 
@@ -91,21 +92,17 @@ def select_prompts(
 
 
 def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.Table) -> None:
-    """Raise ConfigError if the prompts or turns show pictures that the policy cannot see."""
+    """Raise ConfigError if the prompts or turns show media that the policy does not read."""
     most = most_media(config, table)
     if not most:
         return
     shown_by = str(prompts.ref) if prompts_kind.most_media(table) else "generate.turns.max_images"
-    if not checkpoints.sees_images(policy):
-        raise ConfigError(
-            shown_by,
-            f"{policy.ref} sees no pictures",
-            next="take a vision-language model, or leave data.images out",
-        )
+    require_senses(shown_by, policy, most)
     if config.turns is not None and config.turns.rewritten == "restart":
+        words = " and ".join(f"{WORDS[modality]}s" for modality in most)
         raise ConfigError(
             "generate.turns.rewritten",
-            f"a history that is rewritten loses the pictures of {shown_by}",
+            f"a history that is rewritten loses the {words} of {shown_by}",
             next='set generate.turns.rewritten = "refuse" or "append"',
         )
 

@@ -34,6 +34,8 @@ UNPADDED = {"deepseek_v4", "git", "minimax_m3_vl_text", "trocr"}
 prompts of one batch must then have the same length."""
 THREE_AXES = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
 """Families that give pictures positions of three axes as forward/axes.py counts them."""
+HEARING = {"glmasr", "qwen2_audio"}
+"""Families that read clips."""
 NOT_SAMPLED = {"hrm_text", "moshi", "rwkv", "xlstm"}
 """Families whose code in transformers gives wrong numbers, or fails, when it reads a row id by id.
 Engine `transformers` refuses them."""
@@ -90,8 +92,14 @@ def _rotations(config: Any) -> list[dict[str, Any]]:
     return [rope for rope in [parameters, *parameters.values()] if isinstance(rope, dict)]
 
 
+def modalities_of(config: dict[str, Any]) -> list[str]:
+    """Return what a model with this config.json reads besides text."""
+    sees = isinstance(config.get("vision_config"), dict)
+    return ["image"] * sees + ["audio"] * (config.get("model_type") in HEARING)
+
+
 def require_processor(folder: Path, name: str) -> None:
-    """Raise ConfigError if the model reads pictures and its processor cannot be loaded here.
+    """Raise ConfigError if the model reads media and its processor cannot be loaded here.
 
     Many processors need torchvision.
     """

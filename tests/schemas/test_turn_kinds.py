@@ -144,7 +144,7 @@ def test_prompts_with_calls_and_pictures():
         "spans": [{"modality": "image", "start": 1, "length": 2}],
     }
     schema = fields.with_struct(prompts.BEYOND_TEXT, columns=pa.struct({"n": pa.int64()}))
-    nulls = dict.fromkeys(("tools", "images", "spans"))
+    nulls = dict.fromkeys(("tools", "images", "audio", "spans"))
     table = pa.Table.from_pylist([row, {**row, "group_id": "b", **nulls}], schema=schema)
     assert kind_of(prompts.check(table)) == "prompts/2"
 

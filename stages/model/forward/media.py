@@ -19,14 +19,16 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import create_bidirectional_mask
 
 from quiver.schemas.errors import SchemaError
+from quiver.stages.model.families import HEARING
 from quiver.stages.model.ragged import Ragged
 
 from .axes import Grid, shifts
 
 Inputs = dict[str, Tensor]
-"""Arguments of a model's `get_image_features`, for one picture or more."""
+"""Arguments of the model's function that makes features, for one medium or more."""
 At = tuple[np.ndarray, np.ndarray]
 """[n] rollouts, and [n] the index in a strip at which each begins."""
 
@@ -310,15 +312,39 @@ def embed(model: nn.Module, ids: Tensor, media: MediaInStrip) -> dict[str, Any]:
 
 
 def medium_features(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the features of a picture for all of its positions, [m, d] each.
+    """Return the features of a picture or clip for all of its positions, [m, d] each.
 
     The first ones take the place of embeddings. Others are added to the states after one of the
     first layers each (DeepStack, arXiv:2406.04334); most models have none.
     """
+    if "input_features" in inputs:
+        return [_heard(model, **inputs)]
     output = model.get_image_features(**inputs)
     levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
     parts = [level if isinstance(level, list | tuple) else [level] for level in levels]
     return [torch.cat([part.reshape(-1, part.shape[-1]) for part in level]) for level in parts]
+
+
+def _heard(model: nn.Module, input_features: Tensor, **masks: Tensor) -> Tensor:
+    """Return the features [m, d] of a clip, from its spectrum; `masks` end it where it ends."""
+    input_features = input_features.to(model.dtype)
+    if hasattr(model, "get_audio_features"):
+        return model.get_audio_features(input_features, **masks).pooler_output
+    # Qwen2-Audio has no function for it
+    trunk = model.base_model
+    tower = trunk.audio_tower
+    (mask,) = masks.values()
+    heard, counts = tower._get_feat_extract_output_lengths(mask.sum(-1))
+    halves = torch.arange((input_features.shape[-1] - 2) // 2 + 1, device=mask.device)
+    inside = create_bidirectional_mask(
+        config=tower.config,
+        inputs_embeds=input_features.new_zeros(len(mask), len(halves), 1),
+        attention_mask=(halves < heard[:, None]).long(),
+    )
+    states = tower(input_features, attention_mask=inside).last_hidden_state
+    features = trunk.multi_modal_projector(states)
+    places = torch.arange(features.shape[1], device=mask.device)
+    return features[places < counts[:, None]]
 
 
 def put_features(
@@ -363,9 +389,9 @@ def reader_of(trunk: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def vision_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the weights that only pictures go through: all except the language model's and its
-    embeddings'."""
-    if not hasattr(model, "get_image_features"):
+    """Yield the weights that only pictures and clips go through: all except the language model's
+    and its embeddings'."""
+    if not (hasattr(model, "get_image_features") or model.config.model_type in HEARING):
         return
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     of_language = {id(parameter) for part in parts for parameter in part.parameters()}

@@ -1,8 +1,11 @@
-"""Pictures in prompts: checking, decoding, and conversion to a model's inputs."""
+"""Pictures and clips in prompts: checking, decoding, and conversion to a model's inputs."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+WORDS = {"image": "picture", "audio": "clip"}
+"""What a file of each modality is called."""
 
 
 class Medium(NamedTuple):

@@ -16,7 +16,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.schemas.prompts import OURS
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
-from quiver.stages.model.media.checking import ImageCheck, ImageLimits
+from quiver.stages.model.media.checking import FileCheck, Limits
 from quiver.stages.model.media.decoder import open_image
 from quiver.stages.model.media.processor import load_processor
 from quiver.stages.prompt import sources, stage
@@ -141,16 +141,16 @@ HOSTILE = {
 
 
 def test_hostile_pictures_are_refused():
-    with closing(ImageCheck(ImageLimits(1_000_000, 50_000))) as check:
+    with closing(FileCheck({"image": Limits(1_000_000, 50_000)})) as check:
         for name, (content, message) in HOSTILE.items():
             with pytest.raises(ConfigError) as caught:
-                check.size(name, content)
+                check.require("image", name, content)
             assert caught.value.object == name and message in caught.value.message
     with (
-        closing(ImageCheck(ImageLimits(10**9, seconds=0.001))) as check,
+        closing(FileCheck({"image": Limits(10**9, seconds=0.001)})) as check,
         pytest.raises(ConfigError, match=r"was not decoded within 0\.001 seconds"),
     ):
-        check.size("slow", BOMB)
+        check.require("image", "slow", BOMB)
 
 
 def test_a_picture_that_is_refused_is_named_by_its_row(store, policy, tmp_path):
@@ -170,7 +170,7 @@ def test_a_picture_that_is_refused_is_named_by_its_row(store, policy, tmp_path):
 def cell_of(folder, cell, source="rows.jsonl", **limits):
     """The pictures of a cell of `source` in `folder`."""
     fields = {"source": str(folder / source), "prompt": "prompt", "images": "images"}
-    return read_cell("row 1", cell, Config(**fields, **limits))
+    return read_cell("image", "row 1", cell, Config(**fields, **limits))
 
 
 BASE64 = base64.encodebytes(sight.png(0)).decode()
@@ -220,7 +220,7 @@ def test_a_row_may_show_no_picture(tmp_path, cell):
             base64.b64encode(b"x" * 6000).decode(),
             "4096 bytes, and is not a picture (PNG, JPEG, WebP)",
         ),
-        ("data:image/png;base64,no", "is a data URL, and holds no picture in base64"),
+        ("data:image/png;base64,no", "is a data URL, and holds no file in base64"),
         ({"bytes": "no base64!", "path": None}, "holds text, expected bytes, base64, a path, or"),
         ({"bytes": None, "path": None}, "has neither bytes nor a path"),
         ({"path": 7}, "the path holds a number, expected text"),
@@ -378,8 +378,8 @@ def test_a_processor_that_can_not_be_loaded_here_is_refused_at_import(store, tmp
 )
 def test_pixels_become_eight_bits_of_three_colours(pixels, seen):
     content = encoded(Image.fromarray(pixels))
-    with closing(ImageCheck(ImageLimits())) as check:
-        assert check.size("picture", content) == (len(seen), 1)
+    with closing(FileCheck({"image": Limits(4096**2)})) as check:
+        check.require("image", "picture", content)
     assert np.asarray(open_image(content)).tolist() == [[[grey] * 3 for grey in seen]]
 
 
@@ -393,8 +393,8 @@ def test_of_a_jpeg_with_a_second_frame_the_first_is_read():
     """As phones write them, with a preview or a depth map behind."""
     picture = Image.new("RGB", (16, 8), "red")
     content = encoded(picture, "MPO", save_all=True, append_images=[SMALL])
-    with closing(ImageCheck(ImageLimits())) as check:
-        assert check.size("picture", content) == (16, 8)
+    with closing(FileCheck({"image": Limits(4096**2)})) as check:
+        check.require("image", "picture", content)
     seen = open_image(content)
     assert seen.size == (16, 8) and seen.getpixel((0, 0)) == (254, 0, 0)
 
