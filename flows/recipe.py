@@ -22,6 +22,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from quiver import flows
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.prompts import MEDIA
 from quiver.schemas.refs import check_name
 from quiver.stages.core.config import Config, parse
 from quiver.stages.core.files import read_file
@@ -36,7 +37,7 @@ from quiver.stages.optimize.stage import Config as OptimizeConfig
 from quiver.stages.prompt import stage as prompt
 from quiver.stages.prompt.config import INPUTS, SourceConfig
 from quiver.stages.prompt.config import Config as PromptConfig
-from quiver.stages.reward import media, scoring
+from quiver.stages.reward import scoring
 from quiver.stages.reward.stage import Config as RewardConfig
 
 from .promotion import Promotion
@@ -262,7 +263,7 @@ class Recipe(Config):
         """Names that reward functions may read besides the source's columns, for episodes and
         pictures."""
         of_turns = scoring.OF_TURNS if self.generate.turns else ()
-        return (*of_turns, media.OFFERED) if self.data.images else of_turns
+        return (*of_turns, *(MEDIA[modality] for modality in self.data.media))
 
     def for_night(self, name: str) -> Recipe:
         """Return the recipe with `{night}` in [data] replaced by the night's name.

@@ -298,6 +298,7 @@ def test_the_reports_own_policy_lets_its_pictures_show_and_nothing_else(page):
     assert directives == {
         "default-src": "'none'",
         "img-src": "data:",
+        "media-src": "data:",
         "style-src": "'unsafe-inline'",
     }
     assert {url.partition(":")[0] for url in re.findall(r'\ssrc="([^"]+)"', content)} == {"data"}

@@ -80,7 +80,7 @@ def encode(rows: list[Row], config: Any) -> dict[str, Any]:
     }
     content: str | list[dict[str, Any]] = fill(config.rubric, names)
     images = []
-    for image in row.columns.get(media.OFFERED) or ():
+    for image in row.columns.get("images") or ():
         if isinstance(image, media.ImageBytes):
             kind = next(kind for start, kind in _MEDIA_TYPES.items() if image.startswith(start))
             url = f"data:{kind};base64,{base64.b64encode(image).decode()}"
