@@ -185,8 +185,8 @@ PLANTED = (
     Planted(
         "nulls_in_a_part",
         "schemas/outside.py",
-        "for key, member in members.items() if member is not None}\n        if members ==",
-        "for key, member in members.items()}\n        if members ==",
+        "for key, member in members.items() if member is not None}\n        if members in",
+        "for key, member in members.items()}\n        if members in",
         ("tests/schemas/test_outside.py::test_messages_are_read",),
     ),
     Planted(
