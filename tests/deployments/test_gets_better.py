@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
         *(pytest.param("demo", seed, 0.10, marks=pytest.mark.vllm) for seed in (0, 1, 2)),
         ("guess", None, 0.15),
         ("squares", None, 0.10),
+        ("tones", None, 0.10),
         ("t5_ppo", None, 0.15),
     ],
 )

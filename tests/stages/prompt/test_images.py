@@ -405,3 +405,12 @@ def test_files_are_read_up_to_the_limit_of_the_recipe(tmp_path):
     assert cell_of(tmp_path, "large.png") == [{"bytes": content, "path": "large.png"}]
     with pytest.raises(ConfigError, match="has 9,437,184 bytes, at most 9,000,000 are read"):
         cell_of(tmp_path, "large.png", max_image_bytes=9_000_000)
+
+
+def test_ids_hold_one_placeholder_for_each_picture(store, policy, tmp_path):
+    (tmp_path / "0.png").write_bytes(sight.png(0))
+    rows = [{"prompt_ids": [7, IMAGE, 8], "images": ["0.png"]}]
+    version = render(store, tmp_path, rows, into="ids", prompt=None, prompt_ids="prompt_ids")
+    (row,) = version.table().to_pylist()
+    assert row["prompt_ids"] == [7, *PICTURE, 8]
+    assert row["spans"] == [{"modality": "image", "start": 1, "length": 7}]
