@@ -47,7 +47,7 @@ def unused(config: Config, columns: Sequence[str], reads: Reads) -> list[str]:
     """
     if reads.may_be_all or config.turns is not None:
         return []
-    named = {getattr(config, name) for name in (*INPUTS, "group_id", "images")}
+    named = {getattr(config, name) for name in (*INPUTS, "group_id")} | {*config.media.values()}
     named.update(columns_of(config, columns).values())
     return [name for name in columns if name not in named.union(reads.by_name.values())]
 
@@ -100,7 +100,7 @@ def questions(config: Config, table: pa.Table) -> list[str]:
     """
     shown = {
         "question": getattr(config, config.input),
-        "images": config.images,
+        **config.media,
         **columns_of(config, table.column_names),
     }
     if config.turns is not None and config.turns.environment:

@@ -181,7 +181,7 @@ def read_sources(recipe: Recipe) -> dict[str, Source]:
         limit = config.limit
         if limit is not None and not is_held_out:
             limit *= recipe.iterations
-        first = SLOW_ROWS if has_environment or config.images else ROWS
+        first = SLOW_ROWS if has_environment or config.media else ROWS
         limited = config.model_copy(update={"first": first, "limit": limit})
         sources[section] = Source(config, limited, read(config).table)
     return sources

@@ -45,7 +45,7 @@ def where_of(placement: Placement, stage: str, *, online: bool = False) -> Where
 
 
 def check_resident(
-    placement: Placement, generate: Generate, optimize: Optimize, *, has_images: bool
+    placement: Placement, generate: Generate, optimize: Optimize, *, has_media: bool
 ) -> None:
     """Raise ConfigError if `resident_engine` is set for an engine that cannot be resident."""
     if not placement.resident_engine:
@@ -59,8 +59,8 @@ def check_resident(
     elif engine == "vllm":
         if options.get("engine_args"):
             problem = "settings in generate.options.engine_args may not survive a change of weights"
-        elif has_images:
-            problem = "an engine that sees pictures (data.images) does not sleep"
+        elif has_media:
+            problem = "an engine that reads pictures or clips does not sleep"
         elif lora and (lora.save == "adapter" or options.get("lora")):
             problem = "an engine that serves an adapter beside the base's weights does not sleep"
     elif engine in ENGINES:

@@ -58,8 +58,8 @@ def preflight(recipe: Recipe) -> Recipe:
         ResourceError: If the store cannot be used.
     """
     recipe.data.require_filled_in()
-    has_images = recipe.data.images is not None
-    check_resident(recipe.placement, recipe.generate, recipe.optimize, has_images=has_images)
+    has_media = bool(recipe.data.media)
+    check_resident(recipe.placement, recipe.generate, recipe.optimize, has_media=has_media)
     check_places(recipe.placement, recipe.store)
     check_demands(recipe)
     _store_at(recipe.store)
@@ -118,8 +118,8 @@ def check_demands(recipe: Recipe) -> None:
                 is_adapter = lora is not None and lora.save == "adapter"
                 advice = 'set generate.engine = "vllm"'
                 problem = ""
-                if recipe.data.images:
-                    problem = "prompts with pictures (data.images) are not sent to servers"
+                if recipe.data.media:
+                    problem = "prompts with pictures or clips are not sent to servers"
                 elif is_adapter and num_policies > 1:
                     problem = (
                         "a policy that is an adapter alone has no weights that a server could load"

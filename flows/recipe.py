@@ -22,6 +22,7 @@ from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from quiver import flows
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.prompts import MEDIA
 from quiver.schemas.refs import check_name
 from quiver.schemas.refs import parse as parse_ref
 from quiver.stages.core.config import Config, parse
@@ -38,7 +39,7 @@ from quiver.stages.optimize.stage import Config as OptimizeConfig
 from quiver.stages.prompt import stage as prompt
 from quiver.stages.prompt.config import INPUTS, SourceConfig
 from quiver.stages.prompt.config import Config as PromptConfig
-from quiver.stages.reward import pictures, scoring
+from quiver.stages.reward import scoring
 from quiver.stages.reward.stage import Config as RewardConfig
 
 from .promotion import Promotion
@@ -264,7 +265,7 @@ class Recipe(Config):
         """Names that reward functions may read besides the source's columns, for episodes and
         pictures."""
         of_turns = scoring.OF_TURNS if self.generate.turns else ()
-        return (*of_turns, pictures.OFFERED) if self.data.images else of_turns
+        return (*of_turns, *(MEDIA[modality] for modality in self.data.media))
 
     def kl_reference(self) -> str | None:
         """Return the policy that [reference] names, with its number; None if it names none.
@@ -380,8 +381,8 @@ def _source_fields(config: PromptConfig, section: str) -> tuple[dict[str, Any], 
             text = re.sub(_KEY_OF_DATA, f"{section}.", getattr(error, field))
             setattr(error, field, text)
         raise
-    # Functions get the column of pictures as `images` instead.
-    columns = [column for column in columns if column != config.images]
+    # Functions get the columns of media under their own names instead.
+    columns = [column for column in columns if column not in config.media.values()]
     return {name: getattr(resolved, name) for name in ("source_sha256", *INPUTS)}, columns
 
 

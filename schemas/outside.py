@@ -39,7 +39,7 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _UNUSED = frozenset({"annotations", "id", "refusal", "train", "weight"})
 """Members of a message that do not affect a prompt; `refusal` only if there is a content."""
 _REFUSED = {
-    "audio": "no policy here reads sound; take it out",
+    "audio": "put clips into the column data.audio",
     "from": 'rename `from` to role and `value` to content, as under "Chats in ShareGPT\'s form" '
     "in deployments/docs/sources.md",
     "function_call": 'write it as tool_calls: [{"type": "function", "function": {…}}]',
@@ -135,7 +135,8 @@ def _read_thinking(members: dict[Any, Any], place: str) -> str:
 def read_content(given: Any, place: str) -> str | list[dict[str, str]]:
     """Read a content: a text, or a list of parts.
 
-    A part is {"type": "text", "text": …}, or {"type": "image"}, which stands for the next picture.
+    A part is {"type": "text", "text": …}, or {"type": "image"} or {"type": "audio"}, which stands
+    for the next picture or clip.
     """
     if not isinstance(given, list):
         return read_text(given, f"content of {place}")
@@ -143,16 +144,16 @@ def read_content(given: Any, place: str) -> str | list[dict[str, str]]:
     for part in given:
         members = part if isinstance(part, Mapping) else {}
         members = {key: member for key, member in members.items() if member is not None}
-        if members == {"type": "image"}:
-            parts.append({"type": "image"})
+        if members in ({"type": "image"}, {"type": "audio"}):
+            parts.append(members)
         elif members.keys() == {"type", "text"} and members["type"] == "text":
             text = read_text(members["text"], f"content of {place}")
             parts.append({"type": "text", "text": text})
         else:
             raise ValueError(
                 f"a part of {place} is {printable(repr(part), 80)}, expected "
-                '{"type": "text", "text": …} or {"type": "image"}, whose pictures are in the '
-                "column data.images"
+                '{"type": "text", "text": …}, or {"type": "image"} or {"type": "audio"}, whose '
+                "files are in the columns data.images and data.audio"
             )
     return parts
 

@@ -24,7 +24,11 @@ gets tools, or an environment answers. Messages then have four more fields, stri
 |---|---|---|
 | tools | string, null | JSON of the tools given to the template |
 | images | list<struct<bytes, path>>, null | a prompt's pictures, as `datasets.Image` stores them |
-| image_spans | list<struct<start, length>>, null | positions of their ids in `prompt_ids` |
+| audio | list<struct<bytes, path>>, null | its clips, as `datasets.Audio` stores them |
+| spans | list<struct<modality, start, length>>, null | where their ids are in `prompt_ids` |
+
+Spans are in order of `start`. The first span of a modality belongs to the first file in its column
+of `MEDIA`.
 
 If an environment answers, `columns` have one more text, `quiver_opening`: JSON of the environment's
 opening messages. It must open the same way again.
@@ -66,15 +70,22 @@ _MORE = [pa.field(name, pa.string()) for name in outside.MORE]
 MESSAGES_WITH_MORE = pa.list_(
     fields.required("item", pa.struct([fields.ROLE, fields.CONTENT, *_MORE]))
 )
-_IMAGE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-_SPAN = pa.struct([fields.required(name, pa.int32()) for name in ("start", "length")])
+MEDIA = {"image": "images", "audio": "audio"}
+"""For each modality, the column with a prompt's files."""
+_FILE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
+_SPAN = pa.struct(
+    [
+        fields.required("modality", pa.string()),
+        *(fields.required(name, pa.int32()) for name in ("start", "length")),
+    ]
+)
 BEYOND_TEXT = fields.kind_schema(
     "prompts/2",
     [
         *SCHEMA.set(1, pa.field("messages", MESSAGES_WITH_MORE)),
         pa.field("tools", pa.string()),
-        pa.field("images", pa.list_(fields.required("item", _IMAGE))),
-        pa.field("image_spans", pa.list_(fields.required("item", _SPAN))),
+        *(pa.field(name, pa.list_(fields.required("item", _FILE))) for name in MEDIA.values()),
+        pa.field("spans", pa.list_(fields.required("item", _SPAN))),
     ],
 )
 SCHEMAS = fields.by_name(SCHEMA, BEYOND_TEXT)
@@ -92,8 +103,8 @@ def check(table: pa.Table) -> pa.Schema:
     return schema
 
 
-def most_images(table: pa.Table) -> int:
-    """Return the most pictures of one prompt; 0 if none shows any or there is no such column."""
-    if "images" not in table.column_names:
-        return 0
-    return pc.max(pc.list_value_length(table["images"])).as_py() or 0
+def most_media(table: pa.Table) -> dict[str, int]:
+    """Return the most files of one prompt, for each modality of which there is any."""
+    columns = {name: column for name, column in MEDIA.items() if column in table.column_names}
+    most = {name: pc.max(pc.list_value_length(table[columns[name]])).as_py() for name in columns}
+    return {name: count for name, count in most.items() if count}

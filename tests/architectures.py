@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
 )
 from transformers import __version__ as VERSION
@@ -44,7 +44,9 @@ from tests.stages.model.forward.test_policy import packed
 TEXT_FAMILIES = (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys()
 )
-FAMILIES = sorted(TEXT_FAMILIES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys())
+FAMILIES = sorted(
+    TEXT_FAMILIES | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys() | families.HEARING
+)
 LOGPROB_TOLERANCE = 1e-3
 """Nats. Eleven layers of large random weights round to 2e-4 in float32."""
 GRADIENT_TOLERANCE = 1e-2
@@ -174,7 +176,8 @@ def loader_of(config: Any) -> Any:
     if config.is_encoder_decoder:
         return AutoModelForSeq2SeqLM
     has_text = type(config) in AutoModelForCausalLM._model_mapping
-    return AutoModelForCausalLM if has_text else AutoModelForImageTextToText
+    reads_media = families.modalities_of(config.to_dict())
+    return AutoModelForMultimodalLM if reads_media and not has_text else AutoModelForCausalLM
 
 
 def make_tiny(config: Any) -> nn.Module:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ QUESTION = "What squares"
 _SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<fake_token_around_image>", "<image>"]
 _SPECIALS += ["<end_of_utterance>", "<global-img>"]
 _WORDS = ["user", "assistant", "\n", *QUESTION.split(), *COLOURS, *SIDES, "nothing"]
-_TEMPLATE = (
+TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}"
@@ -93,20 +93,21 @@ def prepare(
     from transformers import AutoModelForImageTextToText, GenerationConfig
 
     torch.manual_seed(seed)
-    tokenizer = _tokenizer()
+    tokenizer = word_tokenizer([*_SPECIALS, *_WORDS], len(_SPECIALS), TEMPLATE)
     config, parts, read = FAMILIES[family](tokenizer)
     model = AutoModelForImageTextToText.from_config(config)
-    _teach(model, tokenizer, read, steps, slips, random.Random(seed))
-    model.generation_config = GenerationConfig(**_IDS)
+    kinds = ([*COLOURS], SIDES)
+    teach(model, tokenizer, read, draw, QUESTION, kinds, steps, slips, random.Random(seed))
+    model.generation_config = GenerationConfig(**IDS)
     model.save_pretrained(folder)
     for part in parts:
         part.save_pretrained(folder)
 
 
-_IDS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
+IDS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
 _SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
-_TEXT = {"hidden_size": 64, "max_position_embeddings": 128, "num_key_value_heads": 2}
-_TEXT |= {**_SIZES, **_IDS}
+TEXT = {"hidden_size": 64, "max_position_embeddings": 128, "num_key_value_heads": 2}
+TEXT |= {**_SIZES, **IDS}
 _FEATURES = (SIZE // 8) ** 2
 """Features of a picture, one for 8 × 8 pixels."""
 
@@ -121,10 +122,10 @@ def _idefics3(tokenizer: Any) -> tuple:
         size={"longest_edge": SIZE},
         max_image_size={"longest_edge": SIZE},
     )
-    processor = Idefics3Processor(sees, tokenizer, image_seq_len=_FEATURES, chat_template=_TEMPLATE)
+    processor = Idefics3Processor(sees, tokenizer, image_seq_len=_FEATURES, chat_template=TEMPLATE)
     vision = {"hidden_size": 32, "image_size": SIZE, "patch_size": 4, "intermediate_size": 64}
     config = Idefics3Config(
-        text_config={"model_type": "llama", "vocab_size": len(tokenizer), **_TEXT},
+        text_config={"model_type": "llama", "vocab_size": len(tokenizer), **TEXT},
         vision_config={**_SIZES, **vision},
         image_token_id=processor.image_token_id,
         scale_factor=2,
@@ -154,7 +155,7 @@ def _qwen3_vl(tokenizer: Any) -> tuple:
             "vocab_size": len(tokenizer),
             "head_dim": 32,
             "rope_parameters": rope,
-            **_TEXT,
+            **TEXT,
         },
         vision_config={
             **vision,
@@ -176,19 +177,46 @@ def _qwen3_vl(tokenizer: Any) -> tuple:
 FAMILIES = {"idefics3": _idefics3, "qwen3_vl": _qwen3_vl}
 
 
-def _teach(
-    model: Any, tokenizer: Any, read: Any, steps: int, slips: float, rng: random.Random
+def teach(
+    model: Any,
+    tokenizer: Any,
+    read: Callable[..., dict[str, Any]],
+    draw: Callable[[random.Random], tuple[Any, str]],
+    question: str,
+    kinds: Sequence[Sequence[str]],
+    steps: int,
+    slips: float,
+    rng: random.Random,
+    modality: str = "image",
 ) -> None:
-    """Train on next tokens of the teacher's answers with AdamW; the question is no target."""
+    """Train on next tokens of a teacher's answers with AdamW; the question is no target.
+
+    Args:
+        read: Returns the inputs of texts and of the media in them.
+        draw: Returns a medium, and its correct answer of four words.
+        kinds: Words that the teacher mixes up: each is replaced by one of its kind with
+            probability `slips`.
+    """
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, total_iters=50)
     model.train()
     for step in range(1, steps + 1):
-        pictures, answers = zip(*(draw(rng) for _ in range(64)), strict=True)
-        texts = [_asked(tokenizer, _with_slips(answer, slips, rng)) for answer in answers]
-        batch = read(texts, pictures)
+        media, answers = zip(*(draw(rng) for _ in range(64)), strict=True)
+        texts = []
+        for answer in answers:
+            words = [
+                rng.choice(next(kind for kind in kinds if word in kind))
+                if rng.random() < slips
+                else word
+                for word in answer.split()
+            ]
+            parts = [{"type": modality}, {"type": "text", "text": question}]
+            chat = [{"role": "user", "content": parts}]
+            chat.append({"role": "assistant", "content": " ".join(words)})
+            texts.append(tokenizer.apply_chat_template(chat, tokenize=False))
+        batch = read(texts, media)
         labels = batch["input_ids"].clone()
         labels[:, :-6] = -100  # four words, the end, a line feed; the rest is the question
         labels[:, -1] = -100
@@ -202,28 +230,13 @@ def _teach(
             print(f"warm-up: step {step} of {steps}, loss {loss.item():.3f}")
 
 
-def _with_slips(answer: str, slips: float, rng: random.Random) -> str:
-    """Return the teacher's answer: each word is replaced at random with probability `slips`."""
-    words = [
-        rng.choice([*(COLOURS if word in COLOURS else SIDES)]) if rng.random() < slips else word
-        for word in answer.split()
-    ]
-    return " ".join(words)
-
-
-def _asked(tokenizer: Any, answer: str) -> str:
-    question = [{"type": "image"}, {"type": "text", "text": QUESTION}]
-    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return tokenizer.apply_chat_template(chat, tokenize=False)
-
-
-def _tokenizer() -> Any:
-    """Return a tokenizer with one token per word, and one for a line feed."""
+def word_tokenizer(vocabulary: Sequence[str], num_specials: int, template: str) -> Any:
+    """Return a tokenizer with one token per word, of which the first are control tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {name: id for id, name in enumerate([*_SPECIALS, *_WORDS])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="nothing"))
+    ids = {name: id for id, name in enumerate(vocabulary)}
+    words = Tokenizer(models.WordLevel(ids, unk_token="nothing"))
     words.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex("\n"), behavior="isolated"),
@@ -233,10 +246,10 @@ def _tokenizer() -> Any:
     words.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=words,
-        pad_token=_SPECIALS[0],
-        eos_token=_SPECIALS[2],
+        pad_token=vocabulary[0],
+        eos_token=vocabulary[2],
         unk_token="nothing",
-        additional_special_tokens=[_SPECIALS[1], *_SPECIALS[3:]],
+        additional_special_tokens=[vocabulary[1], *vocabulary[3:num_specials]],
     )
-    tokenizer.chat_template = _TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer

@@ -37,6 +37,7 @@ EXTRAS = {
     "cpu": "the vLLM engine, on CPUs",
     "gpu": "the vLLM engine, on GPUs",
     "gguf": "import a .gguf file as the base model",
+    "audio": "clips in prompts",
     "lora": "train adapters instead of all weights",
     "rewards": "the reward math",
     "server": "serve a [reward] section over HTTP",

@@ -14,6 +14,7 @@ import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import printable, quoted_name
@@ -29,7 +30,7 @@ MOST_BYTES = 256 * 1024 * 1024
 FEW_BYTES = 12 * 1024 * 1024
 """The same limit when many versions are read."""
 MOST_PICTURES = 8
-"""Pictures shown of one prompt."""
+"""Pictures shown of one prompt, and clips."""
 _LAST = 3
 """Turns shown from the end of a long episode."""
 
@@ -39,7 +40,7 @@ class Piece(NamedTuple):
 
     voice: str
     """The speaker: `sampled` or `policy`, `observation` or `error`. Or Quiver itself: `field` of a
-    row, `picture`, `title` of a turn, `restart` if a new sequence begins, `note`."""
+    row, `picture` (or clip), `title` of a turn, `restart` if a new sequence begins, `note`."""
     name: str
     text: str
     turn: int | None = None
@@ -56,6 +57,7 @@ def pieces_of(row: Mapping[str, Any], most_turns: int | None = None) -> list[Pie
     columns = {k: text for k, text in (row.get("columns") or {}).items() if text not in asked}
     pieces = [Piece("field", "prompt", row.get("prompt"))]
     pieces += [Piece("picture", "picture", picture_line(image)) for image in row.get("images", ())]
+    pieces += [Piece("picture", "clip", clip_line(clip)) for clip in row.get("audio", ())]
     pieces += [Piece("field", "reference", row.get("reference"))]
     pieces += [Piece("field", "columns", quoted_cells(columns))]
     if "turns" in row:
@@ -87,6 +89,17 @@ def picture_line(image: Mapping[str, Any]) -> str:
         pixels = f"{opened.width} × {opened.height}"
         facts = [opened.format, pixels, size(len(image["bytes"]))]
     return ", ".join([*facts, image["path"]] if image["path"] else facts)
+
+
+def clip_line(clip: Mapping[str, Any]) -> str:
+    """Return text such as `FLAC, 2.5 s, 16,000 Hz, 40 kB, 0.flac` for a clip of prompts/2."""
+    facts = [size(len(clip["bytes"])), *([clip["path"]] if clip["path"] else [])]
+    if find_spec("soundfile"):
+        import soundfile
+
+        about = soundfile.info(io.BytesIO(clip["bytes"]))
+        facts = [about.format, f"{about.duration:.3g} s", f"{about.samplerate:,} Hz", *facts]
+    return ", ".join(facts)
 
 
 def quoted_cells(cells: Mapping[str, Any]) -> str:

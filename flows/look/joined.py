@@ -31,7 +31,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, LineageError, printable, quoted_name
 from quiver.schemas.manifest import Manifest
-from quiver.schemas.prompts import OURS
+from quiver.schemas.prompts import MEDIA, OURS
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, Version
 from quiver.stages.turns.statistics import COUNTS, counts_of, sum_of_each
@@ -345,7 +345,7 @@ class Joined:
 
 
 def prompt_fields(row: dict[str, Any]) -> dict[str, Any]:
-    """Return `prompt`, `columns`, `reference` and `images` of a row of prompts, each only if the
+    """Return `prompt`, `columns`, `reference` and the media of a row of prompts, each only if the
     row has it. An empty row gives an empty dict."""
     if not row:
         return {}
@@ -360,9 +360,7 @@ def prompt_fields(row: dict[str, Any]) -> dict[str, Any]:
         fields["reference"] = columns[name]
     elif isinstance(columns.get("reward_model"), dict):
         fields["reference"] = columns["reward_model"].get("ground_truth")
-    if row.get("images"):
-        fields["images"] = row["images"]
-    return fields
+    return fields | {name: row[name] for name in MEDIA.values() if row.get(name)}
 
 
 def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> Joined:

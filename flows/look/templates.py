@@ -12,6 +12,7 @@ import base64
 import io
 import json
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ MOST_TURNS = 8
 """Turns shown of an episode on the page of a run."""
 _SIDE = 192
 """Longest side of a small picture, in pixels."""
+_RATE = 16_000
+"""Samples a second of a clip in a page."""
+_SECONDS = 20
+"""Most seconds of one."""
 
 
 def render(name: str, **context: Any) -> str:
@@ -78,13 +83,27 @@ def as_json(plain: Any) -> str:
 def data_url(image: dict[str, Any]) -> str:
     """Shrink a picture of prompts/2 and return it as a data URL, so that a page needs no other
     file."""
-    from quiver.stages.model.images.decoder import open_image
+    from quiver.stages.model.media.decoder import open_image
 
     small = open_image(image["bytes"])
     small.thumbnail((_SIDE, _SIDE))
     content = io.BytesIO()
     small.save(content, "PNG")
     return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
+def clip_url(clip: dict[str, Any]) -> str:
+    """Return the start of a clip of prompts/2 as a data URL, for a page's player."""
+    if not find_spec("soundfile"):
+        return "data:,"
+    import soundfile
+
+    from quiver.stages.model.media.decoder import open_clip
+
+    samples, rate = open_clip(clip["bytes"], _RATE)
+    content = io.BytesIO()
+    soundfile.write(content, samples[: _SECONDS * rate], rate, format="FLAC")
+    return f"data:audio/flac;base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
 _ENVIRONMENT = Environment(
@@ -99,6 +118,7 @@ _ENVIRONMENT.globals["most_pictures"] = episodes.MOST_PICTURES
 _ENVIRONMENT.filters |= {
     "cell": markdown_cell,
     "counted": words.counted,
+    "clip_url": clip_url,
     "data_url": data_url,
     "ending": episodes.ending,
     "ends": episodes.ends_in_words,

@@ -10,7 +10,7 @@ answer in any order. Its answers are checked in `requests`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ from quiver.schemas.errors import ConfigError, did_you_mean, printable
 from quiver.stages.core import plugins
 from quiver.stages.core.config import Config, parse
 from quiver.stages.core.store import Version
-from quiver.stages.model.images import Picture
+from quiver.stages.model.media import Medium
 
 from .options import Sampling, ScriptedOptions, TransformersOptions, VllmOptions, VllmServerOptions
 
@@ -40,7 +40,7 @@ class Request(NamedTuple):
     """Turn of the episode, from 0."""
     max_tokens: int | None = None
     """Maximum ids of the completion. Default: `Sampling.max_tokens`."""
-    pictures: tuple[Picture, ...] = ()
+    media: tuple[Medium, ...] = ()
     """In the order of their positions in the prompt."""
 
 
@@ -77,8 +77,8 @@ class Setup:
     base: Version | None = None
     """Weights to put the policy's adapter on, if `options.lora` asks for it or the policy is only
     an adapter. Default: load the policy's own weights."""
-    most_pictures: int = 0
-    """Maximum pictures in one prompt."""
+    most_media: Mapping[str, int] = field(default_factory=dict)
+    """Maximum media in one prompt, by modality."""
     longest: int | None = None
     """Maximum ids of any row of these prompts, for sizing a cache. Default: max_model_len."""
     resident: bool = False

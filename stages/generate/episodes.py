@@ -132,8 +132,8 @@ class Episodes(Requests):
         self._unanswered.add(running.row)
         seed = self.rows.seed(running.row, turn)
         ids = np.array(prompt_ids, np.int32)
-        pictures = (*self.rows.pictures(running.row), *shown)
-        return Request(running.row, ids, seed, turn, running.max_tokens, pictures)
+        media = (*self.rows.media(running.row), *shown)
+        return Request(running.row, ids, seed, turn, running.max_tokens, media)
 
     def answer(self, completion: Completion) -> None:
         """Accept a sampled turn. Raises SchemaError or NumericError: see `check`."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from typing import Any
 
 from quiver.schemas.errors import ConfigError
@@ -29,8 +30,8 @@ from quiver.stages.model.chat.control_tokens import Guard
 from quiver.stages.model.chat.generation_prompt import learn_markup, reserved_ids
 from quiver.stages.model.chat.messages import read_messages
 from quiver.stages.model.chat.template import Template
-from quiver.stages.model.images.checking import ImageCheck, ImageLimits
-from quiver.stages.model.images.processor import load_processor
+from quiver.stages.model.media.checking import FileCheck, Limits
+from quiver.stages.model.media.processor import load_processor
 from quiver.stages.turns.bridge import Bridge
 from quiver.stages.turns.environment_config import EnvironmentConfig
 from quiver.stages.turns.episode import Setting
@@ -91,18 +92,18 @@ def request_maker(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable
         **rendering["template_arguments"],
     }
     source = prompts.manifest.metrics["chat_template"]
-    limits = ImageLimits()
+    limits = Limits(size=4096 * 4096)
     # A branch's prompts have none.
-    if "image_seconds" in rendering:
-        limits = ImageLimits(
-            pixels=rendering["max_image_pixels"],
+    if "decode_seconds" in rendering:
+        limits = Limits(
+            size=rendering["max_image_pixels"],
             bytes=rendering["max_image_bytes"],
-            seconds=rendering["image_seconds"],
+            seconds=rendering["decode_seconds"],
         )
     with (
         EnvironmentPool(turns) as pool,
         Template(source, variables, rendering["template_seconds"]) as template,
-        closing(ImageCheck(limits)) as check,
+        closing(FileCheck({"image": limits})) as check,
     ):
         _require_same_tools(prompts, pool.loaded)
         markup = learn_markup(tokenizer, [template.probe], reserved_ids(setup.policy))
@@ -113,7 +114,7 @@ def request_maker(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable
             end_token=guard.decode([setup.stop_ids[0]]) if setup.stop_ids else "",
             tool_role=turns.tool_role,
             tools=pool.loaded.tools,
-            processor=load_processor(setup.policy) if turns.max_images else None,
+            processor=load_processor(setup.policy, "image") if turns.max_images else None,
         )
         histories = bridge.require(turns.rewritten)
         if turns.max_images:
@@ -133,7 +134,7 @@ def request_maker(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable
             max_turn_tokens=setup.sampling.max_tokens,
             context=setup.max_model_len,
             answers=pool.loaded.answers,
-            check_picture=check.size,
+            check_picture=partial(check.require, "image"),
             histories=histories,
         )
 

@@ -11,11 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quiver.schemas import prompts as prompts_kind
 from quiver.schemas.errors import ConfigError, SchemaError, printable
-from quiver.schemas.prompts import most_images
+from quiver.schemas.prompts import MEDIA
 from quiver.stages.core.store import Version
 from quiver.stages.model import checkpoints
-from quiver.stages.model.images import Picture
+from quiver.stages.model.media import WORDS, Medium
+from quiver.stages.model.media.processor import require_senses
 
 from .config import Config
 
@@ -37,7 +39,7 @@ def select_prompts(
     if config.turns is not None:
         names += ("messages", "columns")
     if prompts.manifest.kind_schema == "prompts/2":
-        names += ("images", "image_spans")
+        names += (*MEDIA.values(), "spans")
     table = prompts.table(names)
     _require_sight(config, prompts, policy, table)
     groups = table["group_id"]
@@ -90,39 +92,36 @@ def select_prompts(
 
 
 def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.Table) -> None:
-    """Raise ConfigError if the prompts or turns show pictures that the policy cannot see."""
-    max_images = config.turns.max_images if config.turns is not None else 0
-    has_images = bool(most_images(table))
-    if not has_images and not max_images:
+    """Raise ConfigError if the prompts or turns show media that the policy does not read."""
+    most = most_media(config, table)
+    if not most:
         return
-    shown_by = str(prompts.ref) if has_images else "generate.turns.max_images"
-    if not checkpoints.sees_images(policy):
-        raise ConfigError(
-            shown_by,
-            f"{policy.ref} sees no pictures",
-            next="take a vision-language model, or leave data.images out",
-        )
+    shown_by = str(prompts.ref) if prompts_kind.most_media(table) else "generate.turns.max_images"
+    require_senses(shown_by, policy, most)
     if config.turns is not None and config.turns.rewritten == "restart":
+        words = " and ".join(f"{WORDS[modality]}s" for modality in most)
         raise ConfigError(
             "generate.turns.rewritten",
-            f"a history that is rewritten loses the pictures of {shown_by}",
+            f"a history that is rewritten loses the {words} of {shown_by}",
             next='set generate.turns.rewritten = "refuse" or "append"',
         )
 
 
-def most_pictures(config: Config, prompts: pa.Table) -> int:
-    """Return the maximum number of pictures in one request: a prompt's and its turns'."""
-    of_turns = config.turns.max_images if config.turns is not None else 0
-    return most_images(prompts) + of_turns
+def most_media(config: Config, prompts: pa.Table) -> dict[str, int]:
+    """Return the maximum number of media in one request, by modality: a prompt's and its turns'."""
+    most = prompts_kind.most_media(prompts)
+    if config.turns is not None and config.turns.max_images:
+        most["image"] = most.get("image", 0) + config.turns.max_images
+    return most
 
 
-def pictures_of(prompts: pa.Table, row: int) -> tuple[Picture, ...]:
-    """Return the pictures of a prompt, in the order of their positions."""
-    if "images" not in prompts.column_names:
+def media_of(prompts: pa.Table, row: int) -> tuple[Medium, ...]:
+    """Return the media of a prompt, in the order of their positions."""
+    if "spans" not in prompts.column_names:
         return ()
-    images = prompts["images"][row].as_py() or ()
-    spans = prompts["image_spans"][row].as_py() or ()
-    return tuple(Picture(image["bytes"], **span) for image, span in zip(images, spans, strict=True))
+    files = {name: iter(prompts[MEDIA[name]][row].as_py() or ()) for name in MEDIA}
+    spans = prompts["spans"][row].as_py() or ()
+    return tuple(Medium(content=next(files[span["modality"]])["bytes"], **span) for span in spans)
 
 
 def context_limit(config: Config, policy: Version) -> int:

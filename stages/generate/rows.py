@@ -17,11 +17,11 @@ import pyarrow as pa
 
 from quiver.schemas import rollouts
 from quiver.schemas.manifest import canonical
-from quiver.stages.model.images import Picture
+from quiver.stages.model.media import Medium
 
 from .config import Config
 from .engine import Completion, Request
-from .prompts import pictures_of
+from .prompts import media_of
 
 _OF_EPISODES = (
     "completion_ids",
@@ -60,12 +60,12 @@ class Rows:
         for index in indices:
             prompt_ids = self._prompt_ids[index // self.config.samples_per_prompt]
             seed = self.seed(index)
-            pictures = self.pictures(index)
-            yield Request(index, prompt_ids.values.to_numpy(), seed, pictures=pictures)
+            media = self.media(index)
+            yield Request(index, prompt_ids.values.to_numpy(), seed, media=media)
 
-    def pictures(self, index: int) -> tuple[Picture, ...]:
+    def media(self, index: int) -> tuple[Medium, ...]:
         """Return the pictures in a row's prompt."""
-        return pictures_of(self.prompts, index // self.config.samples_per_prompt)
+        return media_of(self.prompts, index // self.config.samples_per_prompt)
 
     def seed(self, index: int, *turn: int) -> int:
         """Return the seed of a row, or of one of its turns."""

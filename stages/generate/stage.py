@@ -30,7 +30,7 @@ from .ends import end_ids_of_generation_config, stop_ids_of, unknown_end, warn_o
 from .engine import ENGINES, Setup, code_hash, engine_options
 from .opening import request_maker, with_code_hashes
 from .options import VllmOptions
-from .prompts import context_limit, most_pictures, select_prompts
+from .prompts import context_limit, most_media, select_prompts
 from .requests import Requests
 from .resident import resident_or_fresh_engine
 from .rows import Rows
@@ -92,7 +92,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             writer.write(index, rows.empty_table())
     elif shards.handout.more():
         warn_of_ends(plan, policy)
-        setup = engine_setup(config, policy, longest, most_pictures(config, prompts))
+        setup = engine_setup(config, policy, longest, most_media(config, prompts))
         options = engine_options(config.engine, config.options)
         # vLLM can hold the adapter apart from its base; other engines need the base only if the
         # policy has no weights of its own
@@ -120,8 +120,10 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer.finish(metrics=metrics, status=status, device=device, ids=rows.rollout_ids)
 
 
-def engine_setup(config: Config, policy: Version, longest: int, most_pictures: int) -> Setup:
-    """Return the engine's setup, for rows of at most `longest` ids and `most_pictures` pictures.
+def engine_setup(
+    config: Config, policy: Version, longest: int, most_media: Mapping[str, int]
+) -> Setup:
+    """Return the engine's setup, for rows of at most `longest` ids and `most_media` in each prompt.
 
     `max_model_len` is a power of two, or three quarters of one, or the context limit, so that it
     seldom changes with the prompts.
@@ -139,7 +141,7 @@ def engine_setup(config: Config, policy: Version, longest: int, most_pictures: i
         device=config.device,
         options=config.options,
         longest=longest,
-        most_pictures=most_pictures,
+        most_media=most_media,
     )
 
 

@@ -15,7 +15,7 @@ from quiver.stages.core.store import Version
 from quiver.stages.model import memory
 from quiver.stages.model.devices import total_bytes, uses_gpu
 from quiver.stages.model.forward.layout import Sequences, prompt_numbers
-from quiver.stages.model.forward.pictures import Pictures
+from quiver.stages.model.forward.media import Media
 from quiver.stages.model.forward.policy import Policy, compute_logprobs
 from quiver.stages.model.forward.precision import choose_precision, narrow
 from quiver.stages.model.forward.verify import choose_kernel, choose_mode
@@ -50,7 +50,7 @@ class LogprobPass:
             autocast=self._precision == "bf16",
         )
 
-    def compute_logprobs(self, rollouts: pa.Table, pictures: Pictures | None = None) -> pa.Table:
+    def compute_logprobs(self, rollouts: pa.Table, media: Media | None = None) -> pa.Table:
         """Return logprobs/1 of these rollouts, which may have turns.
 
         `pictures` belong to the prompts. A completion without ids gets no logprobs. Raises
@@ -64,7 +64,7 @@ class LogprobPass:
             completions,
             torch.from_numpy(temperature),
             Turns.of_table(rollouts, completions.lengths),
-            pictures,
+            media,
         )
         nonempty_rows = completions.lengths.nonzero()[:, 0].tolist()
         prompt_of_row = prompt_numbers(prompts, rollouts["group_id"].to_pylist())

@@ -71,7 +71,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 
     Raises ConfigError, LineageError, NumericError or SchemaError.
     """
-    from quiver.stages.model.images.dataset import load_pictures
+    from quiver.stages.model.media.dataset import load_media
 
     from .forward_pass import LogprobPass
 
@@ -83,19 +83,17 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     _require_same_tokens(plan, policy)
     num_tokens = 0
     size = shard_rows(len(table))
-    forward_pass = pictures = None
+    forward_pass = media = None
     with short_of_memory("logprobs", "lower logprobs.token_budget"):
         for index in writer.take_shards(max(1, -(-len(table) // size))):
             if forward_pass is None:  # loads nothing if no shard is missing
                 with writer.phase("load"):
                     forward_pass = LogprobPass(plan.config, policy, base_of(plan.store, policy))
-                    pictures = load_pictures(plan.store, rollouts, table, policy)
+                    media = load_media(plan.store, rollouts, table, policy)
             start = index * size
             rows = table.slice(start, size)
             with writer.phase("pass"):
-                shard = forward_pass.compute_logprobs(
-                    rows, pictures and pictures.slice(start, len(rows))
-                )
+                shard = forward_pass.compute_logprobs(rows, media and media.slice(start, len(rows)))
             is_finite = pc.is_finite(shard["logprobs"].combine_chunks().flatten())
             if not pc.all(is_finite, min_count=0).as_py():
                 raise NumericError(

@@ -31,14 +31,13 @@ from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.model import from_function
-from quiver.stages.model.families import require_processor, require_trainable
+from quiver.stages.model.families import modalities_of, require_processor, require_trainable
 from quiver.stages.model.folder import (
     PROCESSOR_FILES,
     check_folder,
     convert_gguf,
     count_parameters,
     end_ids_in,
-    has_vision,
     load_errors,
     move_templates_into_config,
     named_templates,
@@ -253,8 +252,8 @@ def _model_files(path: Path) -> list[Path]:
         return [path]
     names = {"config.json", *CARRIED_FILES}
     config = path / "config.json"
-    if not has_vision(parse_object(config.read_bytes()) or {} if config.is_file() else {}):
-        names -= {*PROCESSOR_FILES}  # such a processor is for other inputs, sound for example
+    if not modalities_of(parse_object(config.read_bytes()) or {} if config.is_file() else {}):
+        names -= {*PROCESSOR_FILES}  # such a processor is for other inputs
     weights = (".safetensors", ".safetensors.index.json")
     files = sorted(
         file
@@ -419,11 +418,10 @@ def is_encoder_decoder(version: Version) -> bool:
     return bool(model_config(version).get("is_encoder_decoder"))
 
 
-def sees_images(version: Version) -> bool:
-    """True if the model reads pictures and has the processor that prepares them."""
-    return has_vision(model_config(version)) and any(
-        name in version.files.names for name in PROCESSOR_FILES
-    )
+def modalities(version: Version) -> list[str]:
+    """Return what the model reads besides text; nothing if it has no processor."""
+    has_processor = any(name in version.files.names for name in PROCESSOR_FILES)
+    return modalities_of(model_config(version)) if has_processor else []
 
 
 def end_token_ids(version: Version) -> list[int]:

@@ -9,6 +9,7 @@ Not of the spine: a table of names.
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,25 @@ UNPADDED = {"deepseek_v4", "git", "minimax_m3_vl_text", "trocr"}
 prompts of one batch must then have the same length."""
 THREE_AXES = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
 """Families that give pictures positions of three axes as forward/axes.py counts them."""
+OTHER_AXES = {
+    "cosmos3_edge",
+    "cosmos3_omni",
+    "ernie4_5_vl_moe",
+    "glm4v",
+    "glm4v_moe",
+    "glm_image",
+    "glm_ocr",
+    "hunyuan_vl",
+    "neomme",
+    "paddleocr_vl",
+    "qwen2_5_omni",
+    "qwen3_omni_moe",
+    "qwen3_omni_moe_thinker",
+    "qwen4_exp",
+}
+"""Families whose positions of pictures have several axes too, and were not tried."""
+HEARING = {"glmasr", "qwen2_audio"}
+"""Families that read clips."""
 NOT_SAMPLED = {"hrm_text", "moshi", "rwkv", "xlstm"}
 """Families whose code in transformers gives wrong numbers, or fails, when it reads a row id by id.
 Engine `transformers` refuses them."""
@@ -90,8 +110,14 @@ def _rotations(config: Any) -> list[dict[str, Any]]:
     return [rope for rope in [parameters, *parameters.values()] if isinstance(rope, dict)]
 
 
+def modalities_of(config: dict[str, Any]) -> list[str]:
+    """Return what a model with this config.json reads besides text."""
+    sees = isinstance(config.get("vision_config"), dict)
+    return ["image"] * sees + ["audio"] * (config.get("model_type") in HEARING)
+
+
 def require_processor(folder: Path, name: str) -> None:
-    """Raise ConfigError if the model reads pictures and its processor cannot be loaded here.
+    """Raise ConfigError if the model reads media and its processor cannot be loaded here.
 
     Many processors need torchvision.
     """
@@ -109,8 +135,10 @@ def load_folders_processor(folder: Path, name: str) -> ProcessorMixin | GridProc
         with load_errors(title):
             if config.get("model_type") in THREE_AXES:
                 options = {"local_files_only": True, "trust_remote_code": False}
+                image_processor = AutoImageProcessor.from_pretrained(folder, **options)
+                _require_patches(image_processor, config.get("vision_config") or {}, title)
                 return GridProcessor(
-                    AutoImageProcessor.from_pretrained(folder, **options),
+                    image_processor,
                     AutoTokenizer.from_pretrained(folder, **options),
                     config["image_token_id"],
                 )
@@ -123,6 +151,21 @@ def load_folders_processor(folder: Path, name: str) -> ProcessorMixin | GridProc
             next = "install what it needs, or take a model whose processor works without"
             raise ConfigError(title, f"its processor: {problem}", next=next) from None
         raise
+
+
+def _require_patches(image_processor: Any, vision: Mapping[str, Any], title: str) -> None:
+    """Raise ConfigError if the processor cuts pictures into other patches than the model reads."""
+    names = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size"}
+    names["merge_size"] = "spatial_merge_size"
+    for name, of_model in names.items():
+        size, expected = getattr(image_processor, name), vision.get(of_model)
+        if expected not in (None, size):
+            raise ConfigError(
+                title,
+                f"preprocessor_config.json has {name} {size}, and config.json "
+                f"vision_config.{of_model} {printable(expected)}",
+                next="take both files from the same model",
+            )
 
 
 class GridProcessor:

@@ -39,7 +39,7 @@ _MOST_LAYERS = 10_000
 _BESIDE_GGUF = (*_JSON_FILES, *_TOKENIZER_FILES, "chat_template.jinja", "added_tokens.json")
 """Files that transformers may read beside a GGUF file."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files of the processor of a model that reads pictures."""
+"""Files of the processor of a model that reads pictures or clips."""
 NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of named chat templates, such as `tool_use`, as transformers saves them. A version in the
 store has no such folder."""
@@ -196,11 +196,6 @@ def parse_object(raw: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) and not is_too_deep(content) else None
-
-
-def has_vision(config: dict[str, Any]) -> bool:
-    """True if a model with this config.json has a vision part."""
-    return isinstance(config.get("vision_config"), dict)
 
 
 def _is_in_hub_cache(link: Path, folder: Path) -> bool:

@@ -36,7 +36,7 @@ from quiver.stages.model.checkpoints import (
     context_length,
     is_adapter_alone,
     is_encoder_decoder,
-    sees_images,
+    modalities,
     vocabulary_size,
 )
 from quiver.stages.model.folder import check_folder, load_errors, says_no_memory, stored_weights
@@ -99,8 +99,8 @@ def load_model(
         verify_model(base)
     if is_encoder_decoder(version):
         loader = transformers.AutoModelForSeq2SeqLM
-    elif sees_images(version):
-        loader = transformers.AutoModelForImageTextToText
+    elif modalities(version):
+        loader = transformers.AutoModelForMultimodalLM
     else:
         loader = transformers.AutoModelForCausalLM
     weights = base or version

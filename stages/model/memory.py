@@ -30,9 +30,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model import vllm_env
 from quiver.stages.model.devices import engine_gpus
+from quiver.stages.model.families import modalities_of
 from quiver.stages.model.folder import load_errors
 from quiver.stages.model.forward import logprob_head
-from quiver.stages.model.forward.pictures import vision_parameters
+from quiver.stages.model.forward.media import vision_parameters
 
 USABLE = 0.97
 """Usable share of a device's memory; the rest is lost between blocks."""
@@ -81,8 +82,8 @@ def shape_of(config: transformers.PreTrainedConfig) -> Shape:
         message = "its memory cannot be estimated: it is not a decoder with attention"
         raise ConfigError(name, message, next=_NOT_KNOWN)
     loader = transformers.AutoModelForCausalLM
-    if getattr(config, "vision_config", None) is not None:
-        loader = transformers.AutoModelForImageTextToText
+    if modalities_of(config.to_dict()):
+        loader = transformers.AutoModelForMultimodalLM
     with load_errors(name), torch.device("meta"):
         model = loader.from_config(config)
     layers = [_count(layer) for layer in layers_of(model)]

@@ -23,8 +23,8 @@ from quiver.stages.core.store.writer import open_staging
 
 from . import checkpoints, from_function
 from .checkpoints import CARRIED_FILES, PolicyConfig, locate
-from .families import THREE_AXES
-from .folder import convert_gguf, has_vision
+from .families import THREE_AXES, modalities_of
+from .folder import convert_gguf
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -81,7 +81,7 @@ def make(
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
-        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
         AutoModelForSeq2SeqLM,
     )
 
@@ -91,12 +91,12 @@ def make(
             config = AutoConfig.from_pretrained(source)
             text = config.get_text_config()
             width = text.hidden_size if config.model_type in THREE_AXES else None
-            shrink(text)  # the vision part must match the processor
+            shrink(text)  # the other parts must match the processor
             for name in ("out_hidden_size", "hidden_size"):  # but not in the width of its features
                 if width is not None and getattr(config.vision_config, name, None) == width:
                     setattr(config.vision_config, name, text.hidden_size)
-            if has_vision(config.to_dict()):
-                kind = AutoModelForImageTextToText
+            if modalities_of(config.to_dict()):
+                kind = AutoModelForMultimodalLM
             else:
                 kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
             torch.manual_seed(0)
@@ -146,14 +146,16 @@ def _copy(names: Iterable[str], source: Path, folder: Path) -> None:
 
 
 def shrink(config: PretrainedConfig) -> None:
-    """Limit every size in the config, and cut its per-layer lists to its number of layers."""
+    """Limit every size in the config, and cut its per-layer lists to its number of layers, one of
+    each kind if possible."""
     fields = config.to_dict()
     layers = {fields.get(name) for name, size in _SIZES.items() if size == LAYERS}
     for name, value in fields.items():
         if name in _SIZES and isinstance(value, int):
             setattr(config, name, min(value, _SIZES[name]))
         elif isinstance(value, list) and len(value) in layers and name.startswith("layer"):
-            setattr(config, name, value[:LAYERS])
+            kinds = [kind for number, kind in enumerate(value) if kind not in value[:number]]
+            setattr(config, name, [*kinds, *value][:LAYERS])
     rope = fields.get("rope_parameters") or {}
     if "mrope_section" in rope:
         half = (

@@ -35,8 +35,11 @@ if TYPE_CHECKING:
 FOLDERS = {"trunk": "value_head", "model": "critic"}
 """Folder of a saved critic below the policy's, by its kind."""
 ADVICE = "name a classifier with one label that was trained from the policy's own base model"
-_WITHOUT_EFFECT = re.compile("token_id|drop|initializer|label|max_position")
-"""Numbers of a config.json that change no hidden state."""
+_WITHOUT_EFFECT = re.compile(
+    "token_id|drop|initializer|label|max_position|name|dtype|architectures|version|cache|problem|"
+    "tie_word|attn_implementation|output_|return_|pretraining_tp"
+)
+"""Fields of a config.json that change no hidden state."""
 
 
 def saved_kind(policy: Version) -> str | None:
@@ -94,14 +97,14 @@ def find_classifier(
 
 
 def difference(about: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
-    """Return the first number that differs between two models' configs, in words; empty if none
-    does. A number that one of them lacks has its default there."""
-    numbers = flatten(dict(expected))
-    for key, number in flatten(dict(about)).items():
-        other = numbers.get(key, number)
-        are_numbers = {type(number), type(other)} <= {int, float}
-        if are_numbers and number != other and not _WITHOUT_EFFECT.search(key):
-            return f"has {printable(key)} {number}, expected {other}"
+    """Return the first field that differs between two models' configs, in words; empty if none
+    does. A field that one of them lacks has its default there."""
+    fields = flatten(dict(expected))
+    for key, field in flatten(dict(about)).items():
+        other = fields.get(key, field)
+        is_set = field is not None and other is not None
+        if is_set and field != other and not _WITHOUT_EFFECT.search(key):
+            return f"has {printable(key)} {printable(field)}, expected {printable(other)}"
     return ""
 
 

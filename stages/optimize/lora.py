@@ -39,7 +39,7 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.core.files import write_bytes
 from quiver.stages.core.store import Version
 from quiver.stages.model.checkpoints import ADAPTER_FOLDER, ADAPTER_PREFIX, ADAPTER_WEIGHTS
-from quiver.stages.model.forward.pictures import vision_parameters
+from quiver.stages.model.forward.media import vision_parameters
 from quiver.stages.model.forward.precision import choose_precision
 from quiver.stages.model.loading import load_as_stored, load_model
 
@@ -106,6 +106,7 @@ def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) 
     does not fit the model.
     """
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
 
     layers = _layers(config, model)
     peft_config = LoraConfig(
@@ -119,6 +120,15 @@ def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) 
         # peft makes new layers on the CPU, so only the CPU's generator matters
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(peft_config, model, _NAME)
+    adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    if missing := sorted(set(layers) - adapted):  # peft has names of its own for some experts
+        raise ConfigError(
+            "optimize.lora.target_modules",
+            f"peft gives no adapter to {missing[0]} of a {type(model).__name__}, and "
+            f"{len(missing) - 1} other layers",
+            next='name layers outside the experts, such as ["q_proj", "v_proj"], or leave '
+            "[optimize.lora] out",
+        )
     adapters = _adapters(model)
     if policy.manifest.input("base") is not None:
         policy.verify(f"{ADAPTER_FOLDER}/")

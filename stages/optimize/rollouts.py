@@ -34,9 +34,9 @@ from torch import Tensor
 from quiver.schemas.errors import ConfigError, LineageError, NumericError, SchemaError, printable
 from quiver.stages.core.store import Store, Version
 from quiver.stages.model.forward.layout import Sequences, prompt_numbers
-from quiver.stages.model.forward.pictures import Pictures, join_pictures
-from quiver.stages.model.images.dataset import load_pictures
+from quiver.stages.model.forward.media import Media, join_media
 from quiver.stages.model.loading import check_rows
+from quiver.stages.model.media.dataset import load_media
 from quiver.stages.model.ragged import Mapped, Ragged
 from quiver.stages.model.turns import Turns
 from quiver.stages.turns.statistics import first_failure, way_to_end
@@ -89,7 +89,7 @@ class _Joined:
     """[B] int64, numbered in order of first appearance; versions share no group."""
     turns: Turns | None
     """None unless rollouts have several turns, or turns have rewards."""
-    pictures: Pictures | None
+    media: Media | None
     """Pictures in the prompts, if there are any."""
     turn_rewards: Ragged | None
     """[B rows] float32: one for each turn; NaN as in `rewards`. None if they are not used."""
@@ -193,9 +193,9 @@ def _join(config: Config, store: Store, versions: list[RolloutSet]) -> _Joined:
         rewards,
         torch.cat(groups),
         Turns.of_table(table, _lengths(table)),
-        join_pictures(
+        join_media(
             [
-                (load_pictures(store, v.rollouts, v.table, v.inputs["policy"]), len(v.table))
+                (load_media(store, v.rollouts, v.table, v.inputs["policy"]), len(v.table))
                 for v in versions
             ]
         ),
@@ -369,7 +369,7 @@ def _make_batch(
     temperature = _tensor(table["temperature"], np.float32)[rows]
     groups = joined.groups[rows].tolist()
     turns = joined.turns and joined.turns.take(rows)
-    pictures = joined.pictures and joined.pictures.take(rows)
+    media = joined.media and joined.media.take(rows)
 
     def take(logprobs: str) -> Tensor | None:
         if logprobs not in table.column_names:
@@ -382,7 +382,7 @@ def _make_batch(
     else:
         advantages = advantages[rows]
     return Batch(
-        sequences=Sequences(prompts, completions, temperature, turns, pictures),
+        sequences=Sequences(prompts, completions, temperature, turns, media),
         groups=groups,
         prompt_numbers=prompt_numbers(prompts, groups),
         advantages=advantages,

@@ -182,7 +182,7 @@ def _load_trainer(
     if `loads_optimizer`."""
     import torch
 
-    from quiver.stages.model.forward.pictures import vision_parameters
+    from quiver.stages.model.forward.media import vision_parameters
     from quiver.stages.model.loading import base_of, load_model
 
     from . import critic

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -20,6 +21,7 @@ from quiver.schemas.errors import ConfigError, printable, quoted_name
 from quiver.schemas.outside import Message, shape_of
 from quiver.schemas.plain import problem_of, read_clean_json
 from quiver.stages.core.names_elsewhere import COLUMNS
+from quiver.stages.model.media import WORDS
 
 from .config import Config
 
@@ -50,7 +52,7 @@ def bad_row(name: str, message: str) -> ConfigError:
 
 
 def text_of(content: str | list[dict[str, str]]) -> str:
-    """Return the text of a content, without its pictures."""
+    """Return the text of a content, without its media."""
     if isinstance(content, str):
         return content
     return "".join(part.get("text", "") for part in content)
@@ -61,29 +63,31 @@ def as_content_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
-def show_images(name: str, messages: list[Message], count: int) -> list[Message]:
-    """Return `messages` with `count` parts of type image.
+def show_media(name: str, messages: list[Message], counts: Mapping[str, int]) -> list[Message]:
+    """Return `messages` with as many parts of each modality as `counts` says, or none.
 
-    If they have no such parts, all are put before the text of the first user message. Raises
-    ConfigError if they have another number.
+    If they have no parts of a modality, all are put before the text of the first user message.
+    Raises ConfigError if they have another number.
     """
-    shown = sum(
-        part["type"] == "image"
-        for message in messages
-        for part in as_content_parts(message["content"])
-    )
-    if shown == count:
-        if not count:  # many templates accept only text
+    contents = [as_content_parts(message["content"]) for message in messages]
+    shown = Counter(part["type"] for content in contents for part in content)
+    missing = []
+    for modality, word in WORDS.items():
+        count = counts.get(modality, 0)
+        if shown[modality] not in (0, count):
+            raise bad_row(name, f"shows {shown[modality]} {word}s, and the row has {count}")
+        missing += [{"type": modality}] * (count - shown[modality])
+    if not missing:
+        if not any(counts.values()):  # many templates accept only text
             return [{**each, "content": text_of(each["content"])} for each in messages]
         return messages
-    if shown:
-        raise bad_row(name, f"shows {shown} pictures, and the row has {count}")
     for place, message in enumerate(messages):
         if message["role"] == "user":
-            content = [{"type": "image"}] * count + as_content_parts(message["content"])
+            content = missing + as_content_parts(message["content"])
             return [*messages[:place], {**message, "content": content}, *messages[place + 1 :]]
-    problem = f"has {count} pictures and no message of a user that could show them"
-    raise bad_row(name, f'{problem}: add parts {{type: "image"}}')
+    kind = missing[0]["type"]
+    problem = f"has {counts[kind]} {WORDS[kind]}s and no message of a user that could show them"
+    raise bad_row(name, f'{problem}: add parts {{type: "{kind}"}}')
 
 
 # -- variables of the template
@@ -169,7 +173,8 @@ def _parsed(cell: Any) -> Any:
 
 def warn_unused(config: Config, columns: Collection[str]) -> None:
     """Warn once per source about unused columns that other trainers make prompts of."""
-    used = {getattr(config, config.input), config.images, *columns_of(config, columns).values()}
+    used = {getattr(config, config.input), *config.media.values()}
+    used |= {*columns_of(config, columns).values()}
     for column in columns:
         if column in COLUMNS and column not in used:
             _warn_unused_column(config.source, column)

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from quiver.schemas.prompts import MEDIA
 from quiver.stages.core.config import Config as Base
 from quiver.stages.core.config import Runtime, without_folder
 from quiver.stages.turns.environment_config import EnvironmentConfig
@@ -64,12 +65,16 @@ class SourceConfig(Base):
     """Column with plain text; it becomes one user message, unless `raw_text` is set. A chat in it
     is read as a chat."""
     prompt_ids: str | None = None
-    """Column with token ids, given to the engine unchanged."""
+    """Column with token ids, given to the engine unchanged. Each picture or clip has one id there,
+    the policy's placeholder."""
     images: str | None = None
     """Column with a prompt's pictures, for a policy that sees them: one or a list, each as
     `datasets.Image` stores it, as bytes, as base64 or a data URL, or as a path below the source's
     folder. They are shown at the chat's parts of type image, or before its first user message's
     text if it has none."""
+    audio: str | None = None
+    """Column with a prompt's clips, for a policy that hears them: WAV, FLAC or MP3, each as
+    `datasets.Audio` stores it or as in `images`, for the parts of type audio."""
     tools: str = "tools"
     """Column with a row's own tools, if the source has it: a list of JSON schemas of functions, or
     JSON text of it. The chat template shows them for that row, unless [generate.turns] or
@@ -97,6 +102,12 @@ class SourceConfig(Base):
         return bool(self.messages or self.prompt) and not self.raw_text
 
     @property
+    def media(self) -> dict[str, str]:
+        """The named columns of pictures and clips, by modality."""
+        named = {modality: getattr(self, field) for modality, field in MEDIA.items()}
+        return {modality: column for modality, column in named.items() if column}
+
+    @property
     def input(self) -> str | None:
         """The one of INPUTS that is named; None if the source's columns decide."""
         return next((name for name in INPUTS if getattr(self, name)), None)
@@ -116,8 +127,8 @@ class SourceConfig(Base):
             raise ValueError(f"{' and '.join(named)} exclude each other: name one column")
         if self.raw_text and (self.messages or self.prompt_ids):
             raise ValueError(f"raw_text goes with prompt, not with {named[0]}")
-        if self.images and (self.raw_text or self.prompt_ids):
-            raise ValueError("images are shown by a chat template: leave raw_text, prompt_ids out")
+        if self.media and self.raw_text:
+            raise ValueError("images and audio are shown by a chat template: leave raw_text out")
         if self.curriculum is not None and self.limit is None:
             raise ValueError("curriculum chooses `limit` rows an iteration: set limit")
         return self
@@ -147,8 +158,12 @@ class TemplateConfig(Base):
     """Maximum pixels of a picture; larger pictures are refused."""
     max_image_bytes: Runtime[int] = Field(default=20 * 1024**2, ge=1)
     """Maximum bytes of a picture as it is stored."""
-    image_seconds: Runtime[float] = Field(default=10.0, gt=0)
-    """Maximum seconds for decoding a picture."""
+    max_audio_seconds: Runtime[float] = Field(default=300.0, gt=0)
+    """Maximum length of a clip; longer ones, and ones that the policy would cut, are refused."""
+    max_audio_bytes: Runtime[int] = Field(default=64 * 1024**2, ge=1)
+    """Maximum bytes of a clip as it is stored."""
+    decode_seconds: Runtime[float] = Field(default=10.0, gt=0)
+    """Maximum seconds for decoding a picture or clip."""
 
 
 class Config(SourceConfig, TemplateConfig):

@@ -18,7 +18,7 @@ from quiver.stages.turns.environment import Message, environment_seed
 from quiver.stages.turns.pool import EnvironmentPool
 
 from .config import Config
-from .images import without_images
+from .media import without_media
 
 _MOST_OPEN = 256
 """Maximum environments that begin at once."""
@@ -73,7 +73,7 @@ class Environments:
         for start in range(0, len(rows), _MOST_OPEN):
             some_rows = rows[start : start + _MOST_OPEN]
             chunk = source.take(pa.array(some_rows, pa.int64()))
-            columns = without_images(chunk, self._config).to_pylist()
+            columns = without_media(chunk, self._config).to_pylist()
             row_of_key = {
                 self._pool.open(row_columns, environment_seed(group_ids[row])): row
                 for row, row_columns in zip(some_rows, columns, strict=True)

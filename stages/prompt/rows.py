@@ -48,12 +48,12 @@ from .chats import (
     columns_of,
     naming_row,
     read_variables,
-    show_images,
+    show_media,
     text_of,
 )
 from .columns import CHUNK
 from .config import Config
-from .images import Picture, Pictures, without_images
+from .media import Media, without_media
 
 _EXPECTED = {
     "messages": "a list of {role, content}",
@@ -95,7 +95,7 @@ class Renderer:
         known."""
         self._policy = policy
         self._tokenizer = checkpoints.load_tokenizer(policy)
-        self._pictures = Pictures(config, policy) if config.images else None
+        self._media = Media(config, policy, config.media) if config.media else None
         self._vocabulary = checkpoints.vocabulary_size(policy)
         self._own_template = template
         self._title = "the policy's chat template"
@@ -131,18 +131,18 @@ class Renderer:
                 self._ends |= self._end_ids(["user"])
 
     def close(self) -> None:
-        """End the processes of the templates and of the pictures."""
+        """End the processes of the templates and of the media."""
         for template in self._templates.values():
             template.close()
-        if self._pictures:
-            self._pictures.close()
+        if self._media:
+            self._media.close()
 
     def render(
         self,
         name: str,
         cell: Any,
         opening: Sequence[Message] = (),
-        images: Any = None,
+        media: Mapping[str, Any] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> Prompt | None:
         """Render one row as a prompt.
@@ -151,7 +151,7 @@ class Renderer:
             name: The row's name in errors.
             cell: Its cell of the input column.
             opening: The environment's opening messages.
-            images: Its cell of pictures.
+            media: Its cells of pictures and clips, by modality.
             variables: Its cells for the template, see `columns_of`.
 
         Returns:
@@ -166,7 +166,7 @@ class Renderer:
             self._refuse_long(name, f"{num_characters} characters")  # rendering could take minutes
             return None
         messages = None
-        pictures: list[Picture] = []
+        files = self._media.of_row(name, media or {}) if self._media else {}
         reserved = self._tokenizer.special_tokens_map
         own = read_variables(name, variables or {}, reserved, config.tools)
         # TRL and verl keep chats in a column `prompt`.
@@ -199,12 +199,13 @@ class Renderer:
         if messages:
             if config.system is not None and messages[0]["role"] != "system":
                 messages.insert(0, {"role": "system", "content": config.system})
-            pictures = self._pictures.of_cell(name, images) if self._pictures else []
-            messages = show_images(name, messages, len(pictures))
+            messages = show_media(name, messages, {each: len(files[each]) for each in files})
             of_opening = pictures_in(opening)
             if of_opening:
-                self._pictures = self._pictures or Pictures(config, self._policy)
-                pictures += self._pictures.of_cell(f"{name}: its environment", of_opening)
+                self._media = self._media or Media(config, self._policy, ["image"])
+                place = f"{name}: its environment"
+                shown = self._media.of_cell("image", place, of_opening)
+                files["image"] = [*files.get("image", ()), *shown]
             messages = _followed_by(messages, opening)
             rendering = self._render_chat(name, messages, own)
             if messages[-1]["role"] == "assistant":  # the policy continues it
@@ -219,8 +220,8 @@ class Renderer:
             "prompt_ids": rendering.ids,
             "tools": tools and json.dumps(tools),
         }
-        if config.images or pictures:
-            prompt |= self._pictures.expanded(name, rendering.ids, pictures)
+        if files:
+            prompt |= self._media.expanded(name, rendering.ids, files)
         return prompt if self._fits(name, prompt["prompt_ids"]) else None
 
     def of_assistant(self, chats: pa.ChunkedArray) -> dict[str, Any]:
@@ -479,21 +480,21 @@ def render_rows(
     config = renderer.config
     rendered: list[Prompt] = []
     positions: list[int] = []
-    images = table.column(config.images) if config.images else None
+    media_columns = {each: table.column(column) for each, column in config.media.items()}
     cells = _input_cells(config, source, rows)
     named = columns_of(config, source.column_names).items()
     variables = {role: without_nulls(table[column]) for role, column in named}
     for position, (row, cell, opening) in enumerate(zip(rows, cells, openings, strict=True)):
         group_id = group_ids[row]
         name = f"prompt {printable(group_id)} (row {row + 1} of {printable(config.source)})"
-        pictures = images[position].as_py() if images else None
+        media = {each: column[position].as_py() for each, column in media_columns.items()}
         of_row = {role: column[position] for role, column in variables.items()}
         _require_input(config, name, cell)
-        prompt = renderer.render(name, cell, opening, pictures, of_row)
+        prompt = renderer.render(name, cell, opening, media, of_row)
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
             positions.append(position)
-    table = without_images(table, config)
+    table = without_media(table, config)
     if config.turns is not None:  # with the state from which the environment begins again
         texts = [json.dumps(without_pictures(each), ensure_ascii=False) for each in openings]
         table = table.append_column(prompts.OPENING, pa.array(texts, pa.string()))
@@ -509,7 +510,7 @@ def render_rows(
             for member in (*outside.MORE, *outside.THINKING)
         )
     has_tools = "tools" in variables or config.template_arguments.get("tools")
-    is_more = config.turns is not None or config.images or has_tools
+    is_more = config.turns is not None or config.media or has_tools
     if is_more or renderer.has_more_members:
         kind_schema = prompts.BEYOND_TEXT
     place = kind_schema.get_field_index("columns")

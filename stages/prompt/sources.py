@@ -22,7 +22,7 @@ The others are held as Arrow, and become Python objects one shard at a time.
 
 Planning needs only hash and columns (`hash_and_columns`). For a file, and for a folder that
 `save_to_disk` wrote, they are remembered until a file changes (`stages/model/user_cache.py`).
-Generators, hub ids and sources with pictures are read each time, and so are rows for a new version.
+Generators, hub ids and sources with media are read each time, and so are rows for a new version.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ import pyarrow as pa
 from quiver.schemas.cells import holds
 from quiver.schemas.errors import ConfigError, did_you_mean, printable, quoted_name, reason
 from quiver.schemas.plain import read_json
+from quiver.schemas.prompts import MEDIA
 from quiver.stages.core import plugins
 from quiver.stages.core.config import parse
 from quiver.stages.core.file_rows import bad_source, csv_rows, json_rows
@@ -47,7 +48,7 @@ from quiver.stages.model.user_cache import Memory
 
 from .columns import CHUNK, plain_table, to_table
 from .config import INPUTS, SUFFIXES, Config, SourceConfig
-from .images import hash_with_files
+from .media import hash_with_files
 
 _MOST_LEVELS = 60  # Arrow can read files with up to 64
 _QUESTIONS = ("question", "prompt", "problem", "query", "instruction")
@@ -107,7 +108,7 @@ def read(config: SourceConfig) -> Source:
     _check(source, table)
     table = plain_table(source, table)
     sha256 = sha256 or hash_rows(table)
-    if config.images in table.column_names:
+    if config.media:
         sha256 = hash_with_files(table, config, sha256)
     memory.keep({"sha256": sha256, "columns": table.column_names})
     return Source(table, sha256)
@@ -127,7 +128,7 @@ def _memory(config: SourceConfig) -> Memory:
             names += [file["filename"] for file in state["_data_files"]]
             files = [folder / name for name in names]
             files += [path / "dataset_dict.json"] if folder != path else []
-    if config.images or not all(map(os.path.isfile, files)):
+    if config.media or not all(map(os.path.isfile, files)):
         files = []
     key = json.dumps([str(path), config.split])
     # the hash of rows also follows from the code that reads them
@@ -164,7 +165,7 @@ def fill_in(config: Config, sha256: str, columns: list[str]) -> Config:
     named = {
         input_name: column,
         "group_id": config.group_id,
-        "images": config.images,
+        **{MEDIA[modality]: column for modality, column in config.media.items()},
         "tools": config.tools if config.tools not in ("", "tools") else None,
     }
     for field, name in named.items():

@@ -99,7 +99,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     sources.fill_in(config, source.sha256, source.table.column_names)  # refuses a changed source
     group_ids = name_rows(config, source.table)
     chosen, counts = choose_rows(config, group_ids, [*plan.inputs.values()], plan.store)
-    size = writer.rows_per_shard(ROWS_PER_SHARD if config.images else shard_rows(len(chosen)))
+    size = writer.rows_per_shard(ROWS_PER_SHARD if config.media else shard_rows(len(chosen)))
     shards = [chosen[start : start + size] for start in range(0, len(chosen), size)]
     policy = plan.store.open(plan.models[0].ref)
     template = read_template(config.template, "prompt.template", plan.models[0].template)

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 from pydantic import AfterValidator, Field
 
 from quiver.schemas.errors import ConfigError, did_you_mean, printable, quoted_name
+from quiver.schemas.prompts import MEDIA
 from quiver.stages.core.config import Config
 
 OFFERED = (
@@ -116,11 +117,11 @@ def require_columns(owner: str, needs: Iterable[str], columns: Iterable[str]) ->
     """Raise ConfigError unless everything that `owner` needs is offered, or a column."""
     columns = sorted(columns)
     for missing in sorted(set(needs) - {*OFFERED, *columns}):
-        if missing == "images":
+        if missing in MEDIA.values():
             raise ConfigError(
                 owner,
-                "needs images, and the prompts show none",
-                next="name the column of pictures in data.images",
+                f"needs {missing}, and the prompts show none",
+                next=f"name the column of the files in data.{missing}",
             )
         if missing in OF_TURNS:
             raise ConfigError(

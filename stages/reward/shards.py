@@ -31,7 +31,7 @@ from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Version
 from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer, shard_rows
 
-from . import pictures, tables, turns
+from . import media, tables, turns
 from .config import SCORERS, Config
 from .measures import failures
 from .preview import column_of_reference, source_row
@@ -71,9 +71,9 @@ class Shards:
             of_turns = turns.are_told(plan.config, self._rollouts)
             self.earlier = aligned(earlier, self._rollouts, names, self._extras, of_turns=of_turns)
         num_rows = self._rollouts.num_rows
-        # the pictures of a shard are held in memory
-        has_pictures = pictures.OFFERED in self._prompts.column_names
-        self._size = ROWS_PER_SHARD if has_pictures else shard_rows(num_rows)
+        # the media of a shard are held in memory
+        has_media = not {*media.OFFERED}.isdisjoint(self._prompts.column_names)
+        self._size = ROWS_PER_SHARD if has_media else shard_rows(num_rows)
         self._starts = range(0, max(1, num_rows), self._size)
         self._handout = writer.shards_of(len(self._starts))
         self._counted: set[int] = set()
@@ -93,7 +93,7 @@ class Shards:
                     )
                 columns = [*self._columns]
                 columns += OF_TURNS if turns.has_turns(self._rollouts) else ()
-                columns += {pictures.OFFERED} & {*self._prompts.column_names}
+                columns += {*media.OFFERED} & {*self._prompts.column_names}
                 for scorer in self._scorers:
                     scorer.require(columns)
             while self._handout.more():

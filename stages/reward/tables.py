@@ -17,12 +17,12 @@ import pyarrow.compute as pc
 
 from quiver.schemas import rewards
 from quiver.schemas.errors import LineageError, NumericError, printable
-from quiver.schemas.prompts import most_images
+from quiver.schemas.prompts import MEDIA, most_media
 from quiver.stages.core.store import Version
 from quiver.stages.model.chat.messages import read_messages
 from quiver.stages.turns.statistics import FAILURES
 
-from . import pictures, turns
+from . import media, turns
 from .config import Config
 from .functions import overlong_penalty
 from .scoring import LARGEST, OVERLONG, Batch, Part
@@ -78,11 +78,9 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
         for field, column in zip(columns.type, columns.flatten(), strict=True)
     }
     lists = Lists(makers)
-    if pictures.OFFERED in prompts.column_names:
-        makers[pictures.OFFERED] = lambda: [
-            [pictures.ImageBytes(image["bytes"]) for image in row or ()]
-            for row in prompts[pictures.OFFERED].to_pylist()
-        ]
+    for name in media.OFFERED:
+        if name in prompts.column_names:
+            makers[name] = partial(media.lists_of, name, prompts[name])
     if turns.has_turns(rollouts):
         makers["turns"] = partial(turns.of_rows, rollouts)
         makers["transcript"] = lambda: turns.transcripts(lists["prompts"], lists["turns"])
@@ -101,15 +99,14 @@ def offered(rollouts: pa.Table, prompts: pa.Table) -> Batch:
 
 
 def prompts_of(prompts: Version) -> pa.Table:
-    """Read the columns of prompts that scorers are offered, in one chunk; pictures only if some row
-    has any."""
+    """Read the columns of prompts that scorers are offered, in one chunk; pictures and clips only
+    if some row has any."""
     names = ["group_id", "messages", "prompt_text", "columns"]
     if prompts.manifest.kind_schema == "prompts/2":
-        names.append(pictures.OFFERED)
+        names += media.OFFERED
     table = prompts.table(names).combine_chunks()
-    if pictures.OFFERED in names and not most_images(table):
-        table = table.drop_columns(pictures.OFFERED)
-    return table
+    shown = [MEDIA[modality] for modality in most_media(table)]
+    return table.select([name for name in names if name in shown or name not in media.OFFERED])
 
 
 class Whole(NamedTuple):

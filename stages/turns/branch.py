@@ -49,7 +49,7 @@ _CARRIED = ("turns", "template_arguments", "template_seconds")
 """Fields of the prompts' config: later turns must be rendered like the first ones."""
 _TOLD = ("assistant_starts", "assistant_end", "chat_template")
 """The same for their metrics."""
-_BESIDE = ("tools", "images", "image_spans")
+_BESIDE = ("tools", *prompts_kind.MEDIA.values(), "spans")
 """Columns of the prompt that are kept."""
 
 
@@ -170,7 +170,7 @@ class _Branches:
             before = row["turns"][: self._turn]
             answered = turns_answered(row["rollout_id"], before, None, self._before_calls)
             is_rewritten = any(turn["restart_ids"] for turn in row["turns"][: self._turn + 1])
-            if prompt["images"] and is_rewritten:
+            if prompt["spans"] and is_rewritten:
                 raise SchemaError(
                     f"{self._name} {printable(row['rollout_id'])}",
                     "its history was rewritten, so the places of its pictures are not known",
@@ -243,12 +243,13 @@ class _Branches:
 
 
 def _shown(prompt: dict[str, Any], row: dict[str, Any], turn: int) -> dict[str, Any]:
-    """Return `images` and `image_spans` of a prompt, including those shown before that turn."""
+    """Return `images` and `spans` of a prompt, including those shown before that turn."""
     images = [image for image in row.get("images") or () if image["turn"] < turn]
     if not images:
         return {}
     spans = [
         {
+            "modality": "image",
             "start": len(ids_before(row, image["turn"]))
             + row["turns"][image["turn"]]["length"]
             + image["start"],
@@ -259,7 +260,7 @@ def _shown(prompt: dict[str, Any], row: dict[str, Any], turn: int) -> dict[str, 
     stored = [{"bytes": image["bytes"], "path": None} for image in images]
     return {
         "images": [*(prompt["images"] or ()), *stored],
-        "image_spans": [*(prompt["image_spans"] or ()), *spans],
+        "spans": [*(prompt["spans"] or ()), *spans],
     }
 
 

@@ -31,7 +31,7 @@ from quiver.stages.model.chat.messages import (
     texts_of,
 )
 from quiver.stages.model.chat.template import FILLER, Template
-from quiver.stages.model.images.processor import Processor, Span
+from quiver.stages.model.media.processor import Processor, Span
 from quiver.stages.turns.environment import Message, cleaned, pictures_in
 from quiver.stages.turns.tool_calls import ParsedTurn
 
@@ -210,14 +210,14 @@ class Bridge:
         pictures = pictures_in(messages)
         if not pictures:
             return Fitting(messages, rendering, num_cut, [])
-        ids, spans = self._processor.expand(name, rendering.ids, pictures)
+        ids, spans = self._processor.expand(name, rendering.ids, {"image": pictures})
         return Fitting(messages, Rendering(rendering.text, ids), num_cut, spans)
 
     def require_pictures(self) -> None:
         """Raise ConfigError if the template shows no picture in an environment's message."""
         shown = {"role": self.tool_role, "content": _QUESTION, "images": [""]}
         rendering = self.observation("generate.turns.max_images", [shown], has_end=True)
-        if rendering.ids.count(self._processor.placeholder_id) != 1:
+        if rendering.ids.count(self._processor.placeholder_ids["image"]) != 1:
             raise ConfigError(
                 "generate.turns.max_images",
                 f"the policy's chat template shows no picture in a message of the role "

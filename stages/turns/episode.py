@@ -33,7 +33,7 @@ import numpy as np
 
 from quiver.schemas.errors import ConfigError, SecurityError
 from quiver.schemas.outside import LARGEST
-from quiver.stages.model.images import Picture
+from quiver.stages.model.media import Medium
 from quiver.stages.turns.bridge import (
     Bridge,
     Fitting,
@@ -102,7 +102,7 @@ class Request(NamedTuple):
     prompt_ids: list[int]
     """Everything that the policy reads before it."""
     max_tokens: int
-    pictures: tuple[Picture, ...]
+    media: tuple[Medium, ...]
     """Pictures that the environment has shown in these ids."""
 
 
@@ -152,7 +152,7 @@ class Episode:
         self._messages = messages
         self._turns: list[_Turn] = []
         self._restart_ids: list[int] | None = None
-        self._pictures: list[Picture] = []
+        self._media: list[Medium] = []
         self._images: list[dict[str, Any]] = []
         """The pictures in the form of rollouts/3."""
         self._completion_ids: list[int] = []
@@ -169,7 +169,7 @@ class Episode:
     def request(self) -> Request:
         """Return what to sample, in the state `sample`."""
         room, _ = self._room()
-        return Request(len(self._turns), list(self._ids), room, tuple(self._pictures))
+        return Request(len(self._turns), list(self._ids), room, tuple(self._media))
 
     def _room(self) -> tuple[int, str]:
         """Return the maximum ids of the next turn, and the end reason if the turn fills them."""
@@ -338,8 +338,8 @@ class Episode:
             return self._end("context")
         if restart is None:
             record.observation_ids = fitting.rendering.ids
-            for content, (start, length) in zip(pictures, fitting.spans, strict=True):
-                self._pictures.append(Picture(content, len(self._ids) + start, length))
+            for content, (modality, start, length) in zip(pictures, fitting.spans, strict=True):
+                self._media.append(Medium(modality, content, len(self._ids) + start, length))
                 at = {"turn": len(self._turns) - 1, "start": start, "length": length}
                 self._images.append({**at, "bytes": content})
         else:

@@ -127,7 +127,7 @@ def _sequences() -> tuple[Any, list[int]]:
     import torch
 
     from quiver.stages.model.forward.layout import Sequences
-    from quiver.stages.model.forward.pictures import Pictures, Shown
+    from quiver.stages.model.forward.media import Media, Shown
     from quiver.stages.model.ragged import Ragged
 
     random = np.random.default_rng(0)
@@ -143,7 +143,7 @@ def _sequences() -> tuple[Any, list[int]]:
         lengths = torch.full((count,), rows.shape[1])
         return Ragged.from_lengths(torch.from_numpy(rows.reshape(-1)), lengths)
 
-    pictures = Pictures(
+    media = Media(
         Shown(
             ragged(np.array(prompt_numbers)[:, None]),
             ragged(np.full((count, 1), -1)),
@@ -151,10 +151,10 @@ def _sequences() -> tuple[Any, list[int]]:
         ),
         Shown.nothing(count),
         lambda chosen: {"pixel_values": pixels[list(chosen)].flatten(0, 1)},
-        IMAGE_ID,
+        [IMAGE_ID],
     )
     sequences = Sequences(
-        ragged(prompts[prompt_numbers]), ragged(completions), torch.ones(count), None, pictures
+        ragged(prompts[prompt_numbers]), ragged(completions), torch.ones(count), None, media
     )
     return sequences, prompt_numbers
 

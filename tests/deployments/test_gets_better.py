@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
         ("guess", None, 0.15),
         ("squares", None, 0.10),
         ("squares", "policy.arguments.family=qwen3_vl", 0.10),
+        ("tones", None, 0.10),
         ("t5_ppo", None, 0.15),
     ],
 )

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from quiver.deployments.recipes import calculator, guess, squares, t5_digits
+from quiver.deployments.recipes import calculator, guess, squares, t5_digits, tones
 from quiver.flows.checking import look
 from quiver.flows.look.describe import describe
 from quiver.flows.look.samples import best_and_worst, groups
@@ -27,7 +27,7 @@ from quiver.flows.preflight import preflight
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.store import Store
-from quiver.stages.model.images.decoder import open_image
+from quiver.stages.model.media.decoder import open_clip, open_image
 from tests.writing import run_here, run_iteration
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("module", [guess, calculator, squares])
+@pytest.mark.parametrize("module", [guess, calculator, squares, tones])
 def test_the_examples_in_the_docstrings_of_recipes(module):
     assert doctest.testmod(module).failed == 0
 
@@ -234,6 +234,14 @@ def test_a_picture_shows_what_its_answer_says():
             assert (found.nonzero()[1] < 16).all() == (side == "left")
 
 
+def test_a_clip_sounds_as_its_answer_says():
+    for row in tones.rows("train", count=50):
+        samples, rate = open_clip(row["clip"]["bytes"])
+        for part, word in zip(samples.reshape(4, -1), row["answer"].split(), strict=True):
+            hertz = np.abs(np.fft.rfft(part)).argmax() * rate / len(part)
+            assert abs(hertz / tones.PITCHES[word] - 1) < 0.12
+
+
 @pytest.mark.parametrize(
     ("said", "share"),
     [
@@ -298,6 +306,7 @@ def test_the_reports_own_policy_lets_its_pictures_show_and_nothing_else(page):
     assert directives == {
         "default-src": "'none'",
         "img-src": "data:",
+        "media-src": "data:",
         "style-src": "'unsafe-inline'",
     }
     assert {url.partition(":")[0] for url in re.findall(r'\ssrc="([^"]+)"', content)} == {"data"}

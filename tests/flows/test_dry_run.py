@@ -17,9 +17,9 @@ from quiver.schemas.errors import ConfigError, NumericError, RewardError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 from quiver.stages.model import small
-from quiver.stages.model.forward.pictures import image_features
-from quiver.stages.model.images.processor import load_processor
+from quiver.stages.model.forward.media import medium_features
 from quiver.stages.model.loading import load_model
+from quiver.stages.model.media.processor import load_processor
 from tests import sight
 from tests.flows.conftest import QUICK, free_port, stay_here, write_recipe
 from tests.tiny import make_folder, tokenizer
@@ -104,12 +104,12 @@ def test_a_small_model_that_sees_reads_pictures_as_the_large_one(tmp_path, kind)
         run_stage("policy", config, store, into=into, in_process=True)
         for config, into in [({"model": str(model)}, "large"), (policy, "small")]
     ]
-    large, made = (load_processor(store.open(ref)).read(sight.png(0)) for ref in refs)
+    large, made = (load_processor(store.open(ref)).read("image", sight.png(0)) for ref in refs)
     assert np.array_equal(large.ids, made.ids)
     assert np.array_equal(large.inputs["pixel_values"], made.inputs["pixel_values"])
     sees = load_model(store.open(refs[1]), dtype=torch.float32)
     pixels = {name: torch.from_numpy(array) for name, array in made.inputs.items()}
-    features = image_features(sees, pixels)[0]
+    features = medium_features(sees, pixels)[0]
     assert features.shape[-1] == sees.get_input_embeddings().weight.shape[1]
 
 

@@ -155,7 +155,7 @@ def test_foreign_text_is_text_and_nothing_is_fetched(made):
     names = {name for _, about in page.tags for name in about}
     assert "src" not in names and not any(name.startswith("on") for name in names)
     assert {
-        "content": "default-src 'none'; img-src data:; style-src 'unsafe-inline'",
+        "content": "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'",
         "http-equiv": "Content-Security-Policy",
     } in [about for tag, about in page.tags if tag == "meta"]
     shown = "\n".join(cell for row in page.rows for cell in row)

@@ -279,7 +279,7 @@ def test_where_no_engine_can_stay_it_is_refused(tmp_path, settings, problem):
             recipe.placement,
             recipe.generate,
             recipe.optimize,
-            has_images=recipe.data.images is not None,
+            has_media=bool(recipe.data.media),
         )
     assert caught.value.object == "placement.resident_engine"
     assert caught.value.next == "set placement.resident_engine = false"
@@ -292,7 +292,7 @@ def test_an_interpreter_of_its_own_is_asked_by_the_engine(tmp_path, settings):
     """This interpreter's vLLM is not asked, nor for an engine of the user's."""
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe = load(tmp_path / "recipe.toml", [RESIDENT, *settings])
-    check_resident(recipe.placement, recipe.generate, recipe.optimize, has_images=False)
+    check_resident(recipe.placement, recipe.generate, recipe.optimize, has_media=False)
 
 
 # -- whole runs

@@ -185,8 +185,8 @@ PLANTED = (
     Planted(
         "nulls_in_a_part",
         "schemas/outside.py",
-        "for key, member in members.items() if member is not None}\n        if members ==",
-        "for key, member in members.items()}\n        if members ==",
+        "for key, member in members.items() if member is not None}\n        if members in",
+        "for key, member in members.items()}\n        if members in",
         ("tests/schemas/test_outside.py::test_messages_are_read",),
     ),
     Planted(
@@ -394,14 +394,14 @@ PLANTED = (
     ),
     Planted(
         "deep_features_in_the_order_of_pictures",
-        "stages/model/forward/pictures.py",
+        "stages/model/forward/media.py",
         "order = places.argsort()",
         "order = torch.arange(len(places), device=places.device)",
         (f"{OPTIMIZE}/test_images_observed.py::test_the_trainer_sees_what_the_engine_saw",),
     ),
     Planted(
         "completions_begin_where_ids_end",
-        "stages/model/forward/pictures.py",
+        "stages/model/forward/media.py",
         "before=0 if is_prompt else after_prompt,",
         "before=0,",
         (f"{OPTIMIZE}/test_images_trained.py::test_logprobs_and_gradients_are_transformers_own",),

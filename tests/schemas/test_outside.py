@@ -87,7 +87,7 @@ def test_thinking_is_read_whatever_it_is_called(thinking, content):
         ({"role": "user", "content": None}, r"\['role'\] and a content that is null, expected"),
         ({"from": "human", "value": "a"}, "rename `from` to role and `value` to content"),
         ({**USER, "mood": 1}, r"\['content', 'mood', 'role'\]"),
-        ({**USER, "audio": {"id": "a"}}, "no policy here reads sound"),
+        ({**USER, "audio": {"id": "a"}}, "data.audio"),
         ({**USER, "function_call": {"name": "f"}}, "write it as tool_calls"),
         ({**USER, "images": ["a.png"]}, "data.images"),
         ({"role": "assistant", "content": None, "refusal": "no"}, "put its text into content"),
@@ -238,7 +238,7 @@ ENTRANCES = {
         "stages.turns.environment",
         "stages.reward.servers.dialects.rows",
     },
-    "read_path": {"stages.prompt.images"},
+    "read_path": {"stages.prompt.media"},
     "read_name": {"stages.turns.tool_schemas"},
 }
 """Who reads what others gave, by the function that reads it."""

@@ -141,10 +141,10 @@ def test_prompts_with_calls_and_pictures():
         "columns": {"n": 1},
         "tools": "[]",
         "images": [{"bytes": b"x", "path": None}],
-        "image_spans": [{"start": 1, "length": 2}],
+        "spans": [{"modality": "image", "start": 1, "length": 2}],
     }
     schema = fields.with_struct(prompts.BEYOND_TEXT, columns=pa.struct({"n": pa.int64()}))
-    nulls = dict.fromkeys(("tools", "images", "image_spans"))
+    nulls = dict.fromkeys(("tools", "images", "audio", "spans"))
     table = pa.Table.from_pylist([row, {**row, "group_id": "b", **nulls}], schema=schema)
     assert kind_of(prompts.check(table)) == "prompts/2"
 

@@ -143,7 +143,7 @@ def token_rows(joined: Joined, tokens: Tokens) -> Iterator[TokenRow]:
 
 def drawn(content: bytes, width: int) -> Text:
     """Draw a picture with terminal characters; each shows two pixels, one above the other."""
-    from quiver.stages.model.images.decoder import open_image
+    from quiver.stages.model.media.decoder import open_image
 
     small = open_image(content)
     small.thumbnail((min(width, _SIDE), min(width, _SIDE)))

@@ -32,21 +32,21 @@ from quiver.stages.model import checkpoints
 from quiver.stages.model.devices import uses_gpu
 from quiver.stages.model.families import NOT_SAMPLED, UNPADDED, most_tokens_alike, types_of
 from quiver.stages.model.forward.axes import shifts
-from quiver.stages.model.forward.pictures import (
+from quiver.stages.model.forward.media import (
     feature_places,
     grid_of,
-    image_features,
+    medium_features,
     put_features,
     reader_of,
 )
 from quiver.stages.model.forward.precision import products
-from quiver.stages.model.images.processor import features_merged, image_token_id, load_processor
 from quiver.stages.model.loading import (
     decoder_start_id,
     load_model,
     set_attention,
     short_of_memory,
 )
+from quiver.stages.model.media.processor import features_merged, load_processor, token_ids
 
 log = logging.getLogger(__name__)
 _WINDOW = 8  # batches per window; requests are sorted by length within a window
@@ -67,7 +67,7 @@ class _Batch:
     input_ids: torch.Tensor  # the ids to read next: first the prompts, later each row's last id
     seen: torch.Tensor | None = None  # [B, V]: in prompt or completion, if penalized
     counts: torch.Tensor | None = None  # [B, V]: count in the completion, if penalized
-    pictures: dict[str, Any] | None = None  # arguments of the first pass, if prompts show pictures
+    media: dict[str, Any] | None = None  # arguments of the first pass, if prompts show pictures
     shift: torch.Tensor | None = None  # [B, 1]: of later positions, if they have three axes
     encoded: Any = None
     cache: Any = None
@@ -223,7 +223,7 @@ class TransformersEngine:
         if sampling.stop:
             before = [[] if has_encoder else request.prompt_ids.tolist() for request in requests]
             batch.stops = [StopStrings(self.tokenizer, sampling, ids) for ids in before]
-        if any(request.pictures for request in requests):
+        if any(request.media for request in requests):
             self._show(batch)
         if has_encoder:
             batch.encoded = self.model.get_encoder()(input_ids=input_ids, attention_mask=mask)
@@ -236,7 +236,7 @@ class TransformersEngine:
         if self._processor is None:
             self._processor = load_processor(self.setup.policy)
         length = batch.input_ids.shape[1]
-        token = image_token_id(self.setup.policy)
+        tokens = token_ids(self.setup.policy)
         merge = features_merged(self.setup.policy)
         places = []
         features: dict[bytes, list[torch.Tensor]] = {}
@@ -244,23 +244,23 @@ class TransformersEngine:
         shown = []
         shift = []
         for row, request in enumerate(batch.requests):
-            spans = [(picture.start, picture.length) for picture in request.pictures]
-            in_prompt = feature_places(request.prompt_ids, spans, token)
+            spans = [(medium.start, medium.length) for medium in request.media]
+            in_prompt = feature_places(request.prompt_ids, spans, tokens)
             in_prompt += length - len(request.prompt_ids)
             places.append(in_prompt + row * length)
-            for picture in request.pictures:
-                if picture.content not in features:  # the rows of a group share pictures
-                    inputs = self._processor.read(picture.content).inputs.items()
+            for medium in request.media:
+                if medium.content not in features:  # the rows of a group share pictures
+                    inputs = self._processor.read(medium.modality, medium.content).inputs.items()
                     tensors = {name: torch.from_numpy(array) for name, array in inputs}
                     if merge is not None:
-                        grids[picture.content] = grid_of(tensors, merge)
+                        grids[medium.content] = grid_of(tensors, merge)
                     on_device = {name: tensor.to(self.device) for name, tensor in tensors.items()}
-                    features[picture.content] = image_features(self.model, on_device)
-                shown.append(features[picture.content])
+                    features[medium.content] = medium_features(self.model, on_device)
+                shown.append(features[medium.content])
             if merge is not None:
-                of_row = [grids[picture.content] for picture in request.pictures]
+                of_row = [grids[medium.content] for medium in request.media]
                 shift.append(shifts(length, in_prompt, of_row))
-        batch.pictures = put_features(
+        batch.media = put_features(
             self.model,
             batch.input_ids,
             torch.from_numpy(np.concatenate(places)).to(self.device),
@@ -270,7 +270,7 @@ class TransformersEngine:
         if shift:
             table = torch.from_numpy(np.stack(shift, 1)).to(self.device)  # [3, B, P + 1]
             batch.shift = table[0, :, -1:]
-            batch.pictures["position_ids"] = _positions(batch.mask) + table[..., :-1]
+            batch.media["position_ids"] = _positions(batch.mask) + table[..., :-1]
 
     def _decode(self, batch: _Batch) -> Iterator[Completion]:
         sampling = self.setup.sampling
@@ -321,8 +321,8 @@ class TransformersEngine:
                 "attention_mask": batch.mask,
                 "position_ids": positions if batch.shift is None else positions + batch.shift,
             }
-            if is_first and batch.pictures is not None:
-                inputs |= batch.pictures
+            if is_first and batch.media is not None:
+                inputs |= batch.media
             else:
                 inputs["input_ids"] = ids
         inputs |= {"past_key_values": batch.cache, "use_cache": True}

@@ -38,8 +38,7 @@ from quiver.stages.generate.engine import Completion, Request, Setup
 from quiver.stages.generate.options import VllmOptions
 from quiver.stages.model import checkpoints, vllm_env
 from quiver.stages.model.folder import stored_weights
-from quiver.stages.model.images.decoder import open_image
-from quiver.stages.model.images.processor import features_merged, load_processor
+from quiver.stages.model.media.processor import features_merged, load_processor
 
 LOGPROBS_MODE = "processed_logprobs"
 _CPU_STEP_TOKENS = 4096
@@ -135,7 +134,7 @@ class VllmEngine:
             "engine vllm", setup.device, batch_invariant=self.options.batch_invariant
         )
         self.cpu = build.cpu
-        if self.cpu and setup.most_pictures and features_merged(setup.policy) is not None:
+        if self.cpu and setup.most_media and features_merged(setup.policy) is not None:
             raise ConfigError(
                 "engine vllm",
                 f"its build for CPUs gives other logprobs than {setup.policy.ref} if it is shown "
@@ -181,9 +180,9 @@ class VllmEngine:
         gc.freeze()
         model = self.setup.policy
         arguments = self.arguments()
-        if self.setup.most_pictures:
+        if self.setup.most_media:
             self._processor = load_processor(model)
-            arguments["limit_mm_per_prompt"] = {"image": self.setup.most_pictures}
+            arguments["limit_mm_per_prompt"] = dict(self.setup.most_media)
         if self.setup.base:
             from vllm.config.lora import MaxLoRARanks
 
@@ -267,7 +266,7 @@ class VllmEngine:
     def _can_sleep(self) -> bool:
         """True if this engine may sleep: a later policy then changes only its weights."""
         setup = self.setup
-        has_more = setup.base or setup.most_pictures or self.options.engine_args
+        has_more = setup.base or setup.most_media or self.options.engine_args
         return setup.resident and not has_more
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
@@ -311,25 +310,27 @@ class VllmEngine:
                 yield _completion(asked.pop(output.request_id), output)
 
     def _prompt(self, request: Request) -> dict[str, Any] | None:
-        """Return a prompt in vLLM's form: one placeholder id per picture, which vLLM expands.
+        """Return a prompt in vLLM's form: one placeholder id per medium, which vLLM expands.
 
-        vLLM finds the places of pictures only by the placeholder id. None if it would put the next
-        picture at a sampled id.
+        vLLM finds the places of media only by the placeholder id. None if it would put the next
+        one at a sampled id.
         """
-        if not request.pictures:
+        if not request.media:
             return {"prompt_token_ids": request.prompt_ids.tolist()}
-        placeholder = self._processor.placeholder_id
         ids: list[int] = []
+        opened: dict[str, list[Any]] = {}
         end = 0
-        for picture in request.pictures:
-            before = request.prompt_ids[end : picture.start]
-            if placeholder in before:
+        for number, medium in enumerate(request.media):
+            before = request.prompt_ids[end : medium.start]
+            placeholders = self._processor.placeholder_ids
+            if any(placeholders[later.modality] in before for later in request.media[number:]):
                 return None
-            ids += [*before.tolist(), placeholder]
-            end = picture.start + picture.length
+            decoded = self._processor.open(medium.modality, medium.content)
+            opened.setdefault(medium.modality, []).append(decoded)
+            ids += [*before.tolist(), placeholders[medium.modality]]
+            end = medium.start + medium.length
         ids += request.prompt_ids[end:].tolist()
-        images = [open_image(picture.content) for picture in request.pictures]
-        return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
+        return {"prompt_token_ids": ids, "multi_modal_data": opened}
 
     def sleep(self) -> bool:
         """Drop weights and cache, but keep what was compiled and recorded for the GPU."""
@@ -351,7 +352,7 @@ class VllmEngine:
             return False
         if (setup.dtype, setup.device) != (before.dtype, before.device):
             return False
-        if setup.base or setup.most_pictures or setup.max_model_len > self._max_model_len:
+        if setup.base or setup.most_media or setup.max_model_len > self._max_model_len:
             return False
         # These positions depend on the maximum row length.
         if setup.max_model_len != self._max_model_len and "longrope" in str(self._architecture):
@@ -412,7 +413,7 @@ def _fatal(problem: str) -> AbstractContextManager[None]:
 def _completion(request: Request, output: Any) -> Completion:
     index = request.index
     answer = output.outputs[0]
-    if request.pictures and list(output.prompt_token_ids) != request.prompt_ids.tolist():
+    if request.media and list(output.prompt_token_ids) != request.prompt_ids.tolist():
         raise SchemaError(
             "engine vllm",
             f"row {index}: it read {len(output.prompt_token_ids)} other ids, the prompt with its "

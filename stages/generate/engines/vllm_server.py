@@ -507,8 +507,8 @@ def _refuse_what_no_server_takes(setup: Setup) -> None:
     engine = "transformers"
     if checkpoints.is_encoder_decoder(setup.policy):
         problem = f"{setup.policy.ref} is an encoder-decoder model"
-    elif setup.most_pictures:
-        problem = "prompts with pictures are not sent to servers"
+    elif setup.most_media:
+        problem = "prompts with pictures or clips are not sent to servers"
     elif setup.base is not None:
         problem = f"{setup.policy.ref} has an adapter and no weights that a server could load"
         engine = "vllm"

@@ -25,7 +25,7 @@ from quiver.stages.model.loading import own_attention
 
 from .gpu.choice import Copies, fits
 from .layout import Block, Layout, Runs, Scoring
-from .pictures import embed, reader_of
+from .media import embed, reader_of
 
 NAME = "quiver_blocks"
 _SHORT = 256
@@ -318,8 +318,8 @@ def hidden_states(model: nn.Module, layout: Layout, *, single: bool = False) -> 
     """
     trunk = trunk_of(model)
     rows = [{"input_ids": layout.ids}]
-    if layout.pictures is not None:
-        rows = [embed(trunk, layout.ids, layout.pictures)]
+    if layout.media is not None:
+        rows = [embed(trunk, layout.ids, layout.media)]
         trunk = reader_of(trunk, rows[0])
     options = {"attention_mask": None, "position_ids": layout.positions, "layout": layout}
     if single:

@@ -43,8 +43,8 @@ from quiver.stages.model.ragged import Ragged
 from quiver.stages.model.turns import Turns, after_prompts
 
 from .gpu.choice import in_order
+from .media import Media, MediaInStrip, in_strip
 from .packing import Piece
-from .pictures import Pictures, PicturesInStrip, in_strip
 
 _MASK_ITEMS = 32 * 1024 * 1024
 """Most items of one block's mask."""
@@ -66,7 +66,7 @@ class Sequences:
     """[B] float32"""
     turns: Turns | None = None
     """Ids between the sampled ids, for rollouts of several turns."""
-    pictures: Pictures | None = None
+    media: Media | None = None
     """Pictures shown to the rollouts, if any."""
 
     @property
@@ -92,7 +92,7 @@ class Sequences:
             self.completions.take(index),
             self.temperature[index],
             self.turns and self.turns.take(index),
-            self.pictures and self.pictures.take(index),
+            self.media and self.media.take(index),
         )
 
 
@@ -214,7 +214,7 @@ class Layout:
     """Spans for the kernel for sequences of any lengths. If given, they replace `blocks`."""
     sequence_lengths: tuple[int, ...] = ()
     """For a single rollout with rewritten histories: the lengths of its sequences."""
-    pictures: PicturesInStrip | None = None
+    media: MediaInStrip | None = None
 
     @property
     def filling(self) -> tuple[int, int]:
@@ -281,10 +281,10 @@ def make_layout(
     if len(after.restarts):
         spans = cut_spans(spans, after.restart_indices(completion_starts))
     blocks, gather = make_blocks(spans, device)
-    shown = in_strip(sequences.pictures, at_prompts, (rows, completion_starts), len(gather), device)
+    media = in_strip(sequences.media, at_prompts, (rows, completion_starts), len(gather), device)
     return Layout(
         ids=_tensor(np.concatenate(segments, dtype=np.int64), device)[None],
-        positions=_positions(spans, shown, device),
+        positions=_positions(spans, media, device),
         blocks=blocks,
         gather=gather,
         rows=torch.from_numpy(rows),
@@ -293,7 +293,7 @@ def make_layout(
         temperature=_tensor(np.repeat(sequences.temperature.numpy()[rows], target_counts), device),
         runs=make_runs(spans, device) if varlen else None,
         sequence_lengths=tuple(spans.lengths.tolist()) if len(after.restarts) else (),
-        pictures=shown,
+        media=media,
     )
 
 
@@ -320,16 +320,14 @@ def make_spans(counts: np.ndarray, prompt_lengths: np.ndarray, input_lengths: np
     return Spans(*spans[:, lengths > 0])
 
 
-def _positions(
-    spans: Spans, pictures: PicturesInStrip | None, device: torch.device | str
-) -> Tensor:
+def _positions(spans: Spans, media: MediaInStrip | None, device: torch.device | str) -> Tensor:
     """Return the position of each token of the strip in its own sequence: [1, L] int64, or
     [3, 1, L] with pictures that take positions of three axes."""
     index_minus_position = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
     positions = np.arange(len(index_minus_position)) - index_minus_position
     plain = _tensor(positions, device)[None]
-    has_axes = pictures is not None and pictures.shifts is not None
-    return plain + pictures.shifts[:, None] if has_axes else plain
+    has_axes = media is not None and media.shifts is not None
+    return plain + media.shifts[:, None] if has_axes else plain
 
 
 def cut_spans(spans: Spans, restarts: np.ndarray) -> Spans:

@@ -138,8 +138,9 @@ def _comparable(sequences: Sequences) -> list[int]:
     counts = []
     for row in sequences.completions:
         completion = row[:_MOST_TOKENS]
-        if sequences.pictures is not None:
-            sampled = (completion == sequences.pictures.token).nonzero()
+        if sequences.media is not None:
+            tokens = torch.tensor(sequences.media.tokens).to(completion)
+            sampled = torch.isin(completion, tokens).nonzero()
             completion = completion[: sampled[0, 0] if len(sampled) else None]
         counts.append(len(completion))
     return counts
@@ -175,11 +176,9 @@ def own_logprobs(policy: Policy, sequences: Sequences, row: int, count: int) -> 
             if len(places):
                 read = ids[None, start : start + int(places.max()) + 1]
                 options = {"use_cache": False, "logits_to_keep": places}
-                if start == 0 and sequences.pictures is not None:
+                if start == 0 and sequences.media is not None:
                     num_read = read.shape[1] - len(prompt)
-                    options |= sequences.pictures.of_rollout(
-                        row, model.device, len(prompt), num_read
-                    )
+                    options |= sequences.media.of_rollout(row, model.device, len(prompt), num_read)
                 table = model(input_ids=read, **options).logits[0]
                 # some models give all logits all the same
                 tables.append(table if len(table) == len(places) else table[places])

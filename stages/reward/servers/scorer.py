@@ -22,9 +22,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quiver.schemas.errors import ResourceError, printable, quoted_name
+from quiver.schemas.prompts import MEDIA
 from quiver.stages.core.client import Client, FailedError
 from quiver.stages.core.servers import read_json, secret
-from quiver.stages.reward import pictures
+from quiver.stages.reward import media
 from quiver.stages.reward.scoring import OFFERED, Batch, Notice, Part, require_columns
 
 from .config import ServerConfig
@@ -92,10 +93,10 @@ class ServerScorer:
         """
         started_at = time.monotonic()
         columns = self._sent_columns(batch)
-        if pictures.are_in(batch):
-            columns -= {pictures.OFFERED}
-            if self._dialect.shows_pictures:
-                columns |= {pictures.OFFERED}
+        held = media.names_in(batch)
+        columns -= held
+        if self._dialect.shows_pictures:
+            columns |= held & {MEDIA["image"]}
         rows = [
             row._replace(completion=self._prefill(row.id) + row.completion)
             for row in as_rows(batch, sorted(columns))
@@ -222,7 +223,7 @@ class ServerScorer:
         """Return the error of a row whose requested columns include one without JSON; empty if all
         have JSON."""
         for name, problem in without_json(row.columns).items():
-            if name != pictures.OFFERED:
+            if name not in media.OFFERED:
                 return (
                     f"column {quoted_name(name)} cannot be sent: {problem}; leave it out of "
                     f"reward.servers.{self._dialect.columns_key}, or make it text or a number in "

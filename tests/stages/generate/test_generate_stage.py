@@ -441,5 +441,5 @@ def test_kill_9_costs_at_most_one_shard(tmp_path):
 )
 def test_the_engines_room_changes_seldom(policy, longest, limit, room):
     """Neither much more than the rows need nor, where it can be, another for a few tokens more."""
-    setup = stage.engine_setup(config(max_model_len=limit), policy, longest, most_pictures=0)
+    setup = stage.engine_setup(config(max_model_len=limit), policy, longest, most_media={})
     assert (setup.max_model_len, setup.longest) == (room, longest)

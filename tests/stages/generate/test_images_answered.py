@@ -10,7 +10,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 from quiver.stages.generate.config import Config
-from quiver.stages.generate.prompts import most_pictures, pictures_of
+from quiver.stages.generate.prompts import media_of, most_media
 from quiver.stages.model.loading import load_model
 from tests import sight, tiny
 
@@ -73,15 +73,14 @@ def test_an_engine_is_told_of_the_pictures_of_prompts_and_of_turns(store):
     table = store.open(sight.REFS["prompts"]).table()
     turns = {"tools": ["python"], "max_images": 3}
     most = [
-        most_pictures(Config(**sight.GENERATE, **options), table)
-        for options in ({}, {"turns": turns})
+        most_media(Config(**sight.GENERATE, **options), table) for options in ({}, {"turns": turns})
     ]
-    assert most == [2, 5]
+    assert most == [{"image": 2}, {"image": 5}]
 
 
 def test_a_row_may_be_null_where_others_have_pictures():
     null = pa.nulls(1, pa.list_(pa.null()))
-    assert pictures_of(pa.table({"images": null, "image_spans": null}), 0) == ()
+    assert media_of(pa.table(dict.fromkeys(("images", "audio", "spans"), null)), 0) == ()
 
 
 def test_vllm_gives_the_models_own_logprobs(tmp_path):

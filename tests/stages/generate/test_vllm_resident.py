@@ -109,7 +109,7 @@ def test_it_takes_nothing_that_differs_by_more_than_weights(store):
         {"device": "cuda"},
         {"options": {**MEMORY, "max_num_seqs": 8}},
         {"options": {**MEMORY, "lora": True}},
-        {"most_pictures": 1},
+        {"most_media": {"image": 1}},
         {"base": store.open("tiny/policy@0")},
         {"run": "qwen"},
         {"run": "turning"},
@@ -126,7 +126,7 @@ def test_an_engine_with_more_than_weights_does_not_sleep(store):
     llm = Recorder()
     for changed in (
         {"base": store.open("tiny/policy@0")},
-        {"most_pictures": 1},
+        {"most_media": {"image": 1}},
         {"options": {"engine_args": {"kv_cache_dtype": "fp8"}}},
         {"resident": False},
     ):

@@ -321,7 +321,7 @@ def test_a_policy_that_no_server_takes_is_refused_before_one_is_asked(store, pol
     setup = Setup(policy, Sampling(), (2,), 64, options={"urls": [server.url]})
     for fields, problem in (
         ({"policy": make_policy(store, "t5", "t5")}, "encoder-decoder"),
-        ({"most_pictures": 1}, "pictures"),
+        ({"most_media": {"image": 1}}, "pictures"),
         ({"base": policy}, "adapter"),
     ):
         with pytest.raises(ConfigError, match=problem):

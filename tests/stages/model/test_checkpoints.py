@@ -352,7 +352,7 @@ def test_what_prepares_pictures_counts_where_a_model_sees(store, folder, tmp_pat
         }
         assert (len(hashes) == 2) == differ
         version = imported(store, other, f"{kind}-run")
-        assert checkpoints.sees_images(version) == differ
+        assert checkpoints.modalities(version) == ["image"] * differ
         assert bool(model_entry("policy", version).processor) == differ
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
-from quiver.stages.model.images.dataset import load_pictures
+from quiver.stages.model.media.dataset import load_media
 from quiver.stages.turns.environment import (
     for_people,
     pictures_in,
@@ -154,7 +154,7 @@ def test_rows_that_are_taken_keep_what_they_were_shown(saved):
     store, rollouts = saved
     version = store.open(rollouts)
     policy = store.open(sight.REFS["policy"])
-    observed = load_pictures(store, version, version.table(), policy).observed
+    observed = load_media(store, version, version.table(), policy).observed
     rows = [7, 2, 0]
     taken = observed.take(torch.tensor(rows))
     for name in ("numbers", "starts", "places"):
@@ -301,7 +301,7 @@ def test_a_branch_shows_what_was_shown_before(saved):
         first = [image["bytes"] for image in opened[rollout["group_id"]]["images"]]
         shown = [*first, *(image["bytes"] for image in before)]
         assert [image["bytes"] for image in row["images"]] == shown
-        ids = [row["prompt_ids"][s["start"] :][: s["length"]] for s in row["image_spans"]]
+        ids = [row["prompt_ids"][s["start"] :][: s["length"]] for s in row["spans"]]
         assert len(ids) == len(shown) and all(IMAGE in part for part in ids)
         assert sum(part.count(IMAGE) for part in ids) == row["prompt_ids"].count(IMAGE)
 

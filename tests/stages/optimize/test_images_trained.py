@@ -12,10 +12,10 @@ from transformers import AutoModelForImageTextToText
 from quiver.schemas.errors import NumericError
 from quiver.stages.core.store import Store
 from quiver.stages.model.forward.layout import Sequences, prompt_numbers
-from quiver.stages.model.forward.pictures import feature_places
+from quiver.stages.model.forward.media import feature_places
 from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.forward.verify import choose_mode
-from quiver.stages.model.images.dataset import load_pictures
+from quiver.stages.model.media.dataset import load_media
 from quiver.stages.model.ragged import Ragged
 from tests import sight
 from tests.stages.model.forward.test_policy import packed
@@ -71,7 +71,7 @@ def read(store: Store, change=lambda ids: ids) -> tuple[list[dict], Sequences, l
     """The rollouts, each with its pictures; what the model reads of them; their prompts' numbers.
     `change`: of each row's sampled ids."""
     rollouts = store.open("sees/rollouts@1")
-    pictures = load_pictures(store, rollouts, rollouts.table(), store.open(REFS["policy"]))
+    media = load_media(store, rollouts, rollouts.table(), store.open(REFS["policy"]))
     rows = rollouts.table().to_pylist()
     prompts = {row["group_id"]: row for row in store.open(REFS["prompts"]).table().to_pylist()}
     for row in rows:
@@ -86,7 +86,7 @@ def read(store: Store, change=lambda ids: ids) -> tuple[list[dict], Sequences, l
         for column in ("prompt_ids", "completion_ids")
     )
     temperature = torch.full((len(rows),), 0.9)
-    sequences = Sequences(prompt_ids, completions, temperature, pictures=pictures)
+    sequences = Sequences(prompt_ids, completions, temperature, media=media)
     return rows, sequences, prompt_numbers(prompt_ids, groups)
 
 
@@ -132,10 +132,10 @@ def test_an_id_of_a_picture_that_was_sampled_is_an_ordinary_one(store, model):
         ids = torch.cat([prompt, sequences.completions[row]])[None]
         embeddings = model.get_input_embeddings()(ids).detach()
         places = (prompt == IMAGE).nonzero()[:, 0]
-        chosen = sequences.pictures.in_prompts.numbers[row].tolist()
+        chosen = sequences.media.in_prompts.numbers[row].tolist()
         reader, options = model.base_model, {}
         if chosen:
-            inputs = sequences.pictures.read(chosen)
+            inputs = sequences.media.read(chosen)
             seen = model.get_image_features(**inputs)
             features = torch.cat([*seen.pooler_output]).reshape(-1, embeddings.shape[-1])
             embeddings[0, places] = features.detach()
@@ -159,7 +159,7 @@ def test_an_id_of_a_picture_that_was_sampled_is_an_ordinary_one(store, model):
 def test_features_stand_where_span_and_id_say_so():
     """A prompt that was given as ids may hold that id beside its pictures."""
     ids = np.array([IMAGE, 5, IMAGE, IMAGE, 5, IMAGE])
-    assert feature_places(ids, [(1, 3), (4, 1)], IMAGE).tolist() == [2, 3]
+    assert feature_places(ids, [(1, 3), (4, 1)], [IMAGE]).tolist() == [2, 3]
 
 
 def test_a_way_of_packing_is_tried_up_to_the_first_sampled_id_of_a_picture(store, model):

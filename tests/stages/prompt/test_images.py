@@ -16,12 +16,12 @@ from quiver.schemas.errors import ConfigError
 from quiver.schemas.prompts import OURS
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
-from quiver.stages.model.images.checking import ImageCheck, ImageLimits
-from quiver.stages.model.images.decoder import open_image
-from quiver.stages.model.images.processor import load_processor
+from quiver.stages.model.media.checking import FileCheck, Limits
+from quiver.stages.model.media.decoder import open_image
+from quiver.stages.model.media.processor import load_processor
 from quiver.stages.prompt import sources, stage
 from quiver.stages.prompt.config import Config
-from quiver.stages.prompt.images import read_cell
+from quiver.stages.prompt.media import read_cell
 from tests import sight, tiny
 
 # <|im_start|>user\n … <|im_end|>\n<|im_start|>assistant\n
@@ -80,11 +80,11 @@ def test_pictures_stand_where_the_chat_shows_them(store, policy, tmp_path):
         chat("no picture"),
         chat(None, "before"),
     ]
-    starts = [[span["start"] for span in row["image_spans"]] for row in found]
+    starts = [[span["start"] for span in row["spans"]] for row in found]
     lead = len(ids("<|im_start|>user\n"))
     first = lead + len(ids("zero "))
     assert starts == [[lead], [first, first + 7 + len(ids(" one "))], [], [lead]]
-    assert {span["length"] for row in found for span in row["image_spans"]} == {7}
+    assert {span["length"] for row in found for span in row["spans"]} == {7}
     stored = [[image["bytes"] for image in row["images"]] for row in found]
     assert stored == [contents[:1], contents[::-1], [], contents[1:]]
     assert found[1]["messages"][0]["content"] == "zero  one "
@@ -141,16 +141,16 @@ HOSTILE = {
 
 
 def test_hostile_pictures_are_refused():
-    with closing(ImageCheck(ImageLimits(1_000_000, 50_000))) as check:
+    with closing(FileCheck({"image": Limits(1_000_000, 50_000)})) as check:
         for name, (content, message) in HOSTILE.items():
             with pytest.raises(ConfigError) as caught:
-                check.size(name, content)
+                check.require("image", name, content)
             assert caught.value.object == name and message in caught.value.message
     with (
-        closing(ImageCheck(ImageLimits(10**9, seconds=0.001))) as check,
+        closing(FileCheck({"image": Limits(10**9, seconds=0.001)})) as check,
         pytest.raises(ConfigError, match=r"was not decoded within 0\.001 seconds"),
     ):
-        check.size("slow", BOMB)
+        check.require("image", "slow", BOMB)
 
 
 def test_a_picture_that_is_refused_is_named_by_its_row(store, policy, tmp_path):
@@ -170,7 +170,7 @@ def test_a_picture_that_is_refused_is_named_by_its_row(store, policy, tmp_path):
 def cell_of(folder, cell, source="rows.jsonl", **limits):
     """The pictures of a cell of `source` in `folder`."""
     fields = {"source": str(folder / source), "prompt": "prompt", "images": "images"}
-    return read_cell("row 1", cell, Config(**fields, **limits))
+    return read_cell("image", "row 1", cell, Config(**fields, **limits))
 
 
 BASE64 = base64.encodebytes(sight.png(0)).decode()
@@ -220,7 +220,7 @@ def test_a_row_may_show_no_picture(tmp_path, cell):
             base64.b64encode(b"x" * 6000).decode(),
             "4096 bytes, and is not a picture (PNG, JPEG, WebP)",
         ),
-        ("data:image/png;base64,no", "is a data URL, and holds no picture in base64"),
+        ("data:image/png;base64,no", "is a data URL, and holds no file in base64"),
         ({"bytes": "no base64!", "path": None}, "holds text, expected bytes, base64, a path, or"),
         ({"bytes": None, "path": None}, "has neither bytes nor a path"),
         ({"path": 7}, "the path holds a number, expected text"),
@@ -299,8 +299,8 @@ def test_each_picture_has_as_many_ids_as_it_is_large(store, tmp_path):
         (tmp_path / f"{number}.png").write_bytes(content)
     rows = [{"prompt": "one", "images": ["0.png", "1.png"]}]
     (row,) = render(store, tmp_path, rows, policy=str(policy)).table().to_pylist()
-    shown = [row["prompt_ids"][at["start"] :][: at["length"]] for at in row["image_spans"]]
-    assert shown == [processor.read(content).ids.tolist() for content in contents]
+    shown = [row["prompt_ids"][at["start"] :][: at["length"]] for at in row["spans"]]
+    assert shown == [processor.read("image", content).ids.tolist() for content in contents]
     assert len(shown[0]) < len(shown[1])
 
 
@@ -391,8 +391,8 @@ def test_a_processor_that_can_not_be_loaded_here_is_refused_at_import(store, tmp
 )
 def test_pixels_become_eight_bits_of_three_colours(pixels, seen):
     content = encoded(Image.fromarray(pixels))
-    with closing(ImageCheck(ImageLimits())) as check:
-        assert check.size("picture", content) == (len(seen), 1)
+    with closing(FileCheck({"image": Limits(4096**2)})) as check:
+        check.require("image", "picture", content)
     assert np.asarray(open_image(content)).tolist() == [[[grey] * 3 for grey in seen]]
 
 
@@ -406,8 +406,8 @@ def test_of_a_jpeg_with_a_second_frame_the_first_is_read():
     """As phones write them, with a preview or a depth map behind."""
     picture = Image.new("RGB", (16, 8), "red")
     content = encoded(picture, "MPO", save_all=True, append_images=[SMALL])
-    with closing(ImageCheck(ImageLimits())) as check:
-        assert check.size("picture", content) == (16, 8)
+    with closing(FileCheck({"image": Limits(4096**2)})) as check:
+        check.require("image", "picture", content)
     seen = open_image(content)
     assert seen.size == (16, 8) and seen.getpixel((0, 0)) == (254, 0, 0)
 
@@ -418,3 +418,12 @@ def test_files_are_read_up_to_the_limit_of_the_recipe(tmp_path):
     assert cell_of(tmp_path, "large.png") == [{"bytes": content, "path": "large.png"}]
     with pytest.raises(ConfigError, match="has 9,437,184 bytes, at most 9,000,000 are read"):
         cell_of(tmp_path, "large.png", max_image_bytes=9_000_000)
+
+
+def test_ids_hold_one_placeholder_for_each_picture(store, policy, tmp_path):
+    (tmp_path / "0.png").write_bytes(sight.png(0))
+    rows = [{"prompt_ids": [7, IMAGE, 8], "images": ["0.png"]}]
+    version = render(store, tmp_path, rows, into="ids", prompt=None, prompt_ids="prompt_ids")
+    (row,) = version.table().to_pylist()
+    assert row["prompt_ids"] == [7, *PICTURE, 8]
+    assert row["spans"] == [{"modality": "image", "start": 1, "length": 7}]

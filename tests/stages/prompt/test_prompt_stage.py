@@ -369,7 +369,7 @@ def test_bad_input_is_named(store, policy, tmp_path, options, given, why):
     [
         ({"prompt": "x", "messages": "y"}, "exclude each other"),
         ({"messages": "y", "raw_text": True}, "raw_text goes with prompt"),
-        ({"prompt_ids": "y", "images": "z"}, "leave raw_text, prompt_ids out"),
+        ({"prompt": "y", "raw_text": True, "images": "z"}, "leave raw_text out"),
     ],
 )
 def test_a_config_that_contradicts_itself(options, why):

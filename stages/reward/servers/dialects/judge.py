@@ -28,7 +28,7 @@ from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import printable
 from quiver.stages.core.servers import read_as
-from quiver.stages.reward import pictures
+from quiver.stages.reward import media
 from quiver.stages.reward.scoring import Part
 
 from .rows import Row, as_part, as_text, fill
@@ -80,8 +80,8 @@ def encode(rows: list[Row], config: Any) -> dict[str, Any]:
     }
     content: str | list[dict[str, Any]] = fill(config.rubric, names)
     images = []
-    for image in row.columns.get(pictures.OFFERED) or ():
-        if isinstance(image, pictures.ImageBytes):
+    for image in row.columns.get("images") or ():
+        if isinstance(image, media.ImageBytes):
             kind = next(kind for start, kind in _MEDIA_TYPES.items() if image.startswith(start))
             url = f"data:{kind};base64,{base64.b64encode(image).decode()}"
             images.append({"type": "image_url", "image_url": {"url": url}})

@@ -1,12 +1,14 @@
-"""Checks that bytes are a picture: a child process decodes them fully before anything else does.
+"""Checks that bytes are a picture or clip: a child process decodes them fully before anything else
+does.
 
-with closing(ImageCheck(ImageLimits())) as check:
-    width, height = check.size("prompt sum-0017: its picture 1", content)
+with closing(FileCheck({"image": Limits(size=4096**2)})) as check:
+    check.require("image", "prompt sum-0017: its picture 1", content)
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,33 +20,34 @@ _BYTES_A_PIXEL = 16
 """Bytes that decoding holds per pixel, including the decoder's own copies."""
 
 
-class ImageLimits(NamedTuple):
-    """Limits of one picture: pixels, size in bytes, and seconds to decode it."""
+class Limits(NamedTuple):
+    """Limits of one file: pixels of a picture or seconds of a clip, bytes, and seconds to decode
+    it."""
 
-    pixels: int = 4096 * 4096
+    size: float
     bytes: int = 20 * 1024**2
     seconds: float = 10.0
 
 
-class ImageCheck:
-    """Decodes pictures in a child process."""
+class FileCheck:
+    """Decodes pictures and clips in a child process."""
 
-    def __init__(self, limits: ImageLimits) -> None:
+    def __init__(self, limits: Mapping[str, Limits]) -> None:
+        """Set the limits of each modality."""
         self._limits = limits
-        memory = _MEMORY_FOR_LIBRARIES + _BYTES_A_PIXEL * limits.pixels
+        pixels = int(limits["image"].size) if "image" in limits else 0
+        memory = _MEMORY_FOR_LIBRARIES + _BYTES_A_PIXEL * pixels
         self._script = AskedScript(Path(__file__).with_name("decoder.py"), memory)
         self.close = self._script.close
 
-    def size(self, name: str, content: bytes) -> tuple[int, int]:
-        """Return width and height in pixels of the picture in `content`, a PNG, JPEG or WebP.
-
-        Raises ConfigError about `name` if it is not a picture or exceeds a limit.
-        """
-        limits = self._limits
+    def require(self, modality: str, name: str, content: bytes) -> None:
+        """Raise ConfigError about `name` unless `content` is a medium of `modality` within the
+        limits: a PNG, JPEG or WebP, or a WAV, FLAC or MP3."""
+        limits = self._limits[modality]
         if len(content) > limits.bytes:
             answer = {"error": f"has {len(content):,} bytes, at most {limits.bytes:,} are read"}
         else:
-            question = {**limits._asdict(), "bytes": len(content)}
+            question = {**limits._asdict(), "modality": modality, "bytes": len(content)}
             answer = self._script.ask(
                 json.dumps(question).encode() + b"\n" + content,
                 f"was not decoded within {limits.seconds:g} seconds",
@@ -55,4 +58,3 @@ class ImageCheck:
                 printable(answer["error"]),
                 next="correct the row, take it out of the source, or raise the limit",
             )
-        return answer["width"], answer["height"]

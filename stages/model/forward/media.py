@@ -19,14 +19,16 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import create_bidirectional_mask
 
 from quiver.schemas.errors import SchemaError
+from quiver.stages.model.families import HEARING
 from quiver.stages.model.ragged import Ragged
 
 from .axes import Grid, shifts
 
 Inputs = dict[str, Tensor]
-"""Arguments of a model's `get_image_features`, for one picture or more."""
+"""Arguments of the model's function that makes features, for one medium or more."""
 At = tuple[np.ndarray, np.ndarray]
 """[n] rollouts, and [n] the index in a strip at which each begins."""
 
@@ -58,10 +60,10 @@ class Shown:
         )
 
     @classmethod
-    def of_observations(cls, rows: pa.Table, token: int, first_number: int) -> Shown:
+    def of_observations(cls, rows: pa.Table, tokens: Sequence[int], first_number: int) -> Shown:
         """Read observed pictures from rollouts/3.
 
-        Pictures are numbered from `first_number` on; `token` is the id at each feature's position.
+        Pictures are numbered from `first_number` on; `tokens` are the ids at features' positions.
         """
         numbers: list[list[int]] = []
         starts: list[list[int]] = []
@@ -83,7 +85,7 @@ class Shown:
             next_number += len(spans)
             starts.append([begins[turn] + start for turn, start, _ in spans])
             parts = [
-                begins[turn] + feature_places(ids[turn], [(start, length)], token)
+                begins[turn] + feature_places(ids[turn], [(start, length)], tokens)
                 for turn, start, length in spans
             ]
             places.append(np.concatenate([np.empty(0, np.int64), *parts]))
@@ -114,7 +116,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Pictures:
+class Media:
     """Pictures that B rollouts are shown."""
 
     in_prompts: Shown
@@ -122,19 +124,19 @@ class Pictures:
     """Pictures shown after the prompts."""
     read: Callable[[Sequence[int]], Inputs]
     """Returns the model inputs of the pictures with these numbers."""
-    token: int
-    """Id at each feature's position."""
+    tokens: Sequence[int]
+    """Ids at features' positions."""
     merge: int | None = None
     """For a model that counts positions by three axes (axes.py): patches a side that make one
     feature."""
 
-    def take(self, rows: Tensor) -> Pictures:
+    def take(self, rows: Tensor) -> Media:
         """Return rollouts `rows`, in that order."""
         return replace(
             self, in_prompts=self.in_prompts.take(rows), observed=self.observed.take(rows)
         )
 
-    def slice(self, start: int, count: int) -> Pictures:
+    def slice(self, start: int, count: int) -> Media:
         """Return `count` rollouts from `start` on."""
         return self.take(torch.arange(start, start + count))
 
@@ -161,7 +163,7 @@ class Pictures:
 
 
 @dataclass(frozen=True)
-class PicturesInStrip:
+class MediaInStrip:
     """Pictures in a strip, on the model's device."""
 
     inputs: tuple[Inputs, ...]
@@ -176,8 +178,8 @@ class PicturesInStrip:
 
 
 def in_strip(
-    pictures: Pictures | None, prompts: At, completions: At, length: int, device: torch.device | str
-) -> PicturesInStrip | None:
+    media: Media | None, prompts: At, completions: At, length: int, device: torch.device | str
+) -> MediaInStrip | None:
     """Return the pictures in a strip, or None if it has none.
 
     Args:
@@ -187,9 +189,9 @@ def in_strip(
         length: Tokens of the strip.
         device: The model's device.
     """
-    if pictures is None:
+    if media is None:
         return None
-    sources = [(pictures.in_prompts, *prompts), (pictures.observed, *completions)]
+    sources = [(media.in_prompts, *prompts), (media.observed, *completions)]
     of_rows = [numbers for source, rows, _ in sources for numbers in source.numbers.views(rows)]
     shown = np.concatenate([np.empty(0, np.int64), *of_rows])
     if not len(shown):
@@ -200,15 +202,15 @@ def in_strip(
         for source, rows, starts in sources
         for places, start in zip(source.places.views(rows), starts, strict=True)
     ]
-    inputs = [pictures.read([number]) for number in numbers.tolist()]
+    inputs = [media.read([number]) for number in numbers.tolist()]
     shift = None
-    if pictures.merge is not None:
+    if media.merge is not None:
         grids = {
-            number: grid_of(each, pictures.merge)
+            number: grid_of(each, media.merge)
             for number, each in zip(numbers.tolist(), inputs, strict=True)
         }
-        shift = torch.from_numpy(_shifts(pictures, grids, prompts, completions, length)).to(device)
-    return PicturesInStrip(
+        shift = torch.from_numpy(_shifts(media, grids, prompts, completions, length)).to(device)
+    return MediaInStrip(
         tuple(_moved(each, device) for each in inputs),
         tuple(order.tolist()),
         torch.from_numpy(np.concatenate(places)).to(device),
@@ -224,20 +226,20 @@ def grid_of(inputs: Inputs, merge: int) -> Grid:
 
 
 def _shifts(
-    pictures: Pictures, grids: Mapping[int, Grid], prompts: At, completions: At, length: int
+    media: Media, grids: Mapping[int, Grid], prompts: At, completions: At, length: int
 ) -> np.ndarray:
     """Return the shifts of the positions in a strip of `length` tokens: [3, length] int64. `grids`
     are those of its pictures, by number; the other arguments are those of `in_strip`."""
     segments = [
-        *((start, row, pictures.in_prompts) for row, start in zip(*prompts, strict=True)),
-        *((start, row, pictures.observed) for row, start in zip(*completions, strict=True)),
+        *((start, row, media.in_prompts) for row, start in zip(*prompts, strict=True)),
+        *((start, row, media.observed) for row, start in zip(*completions, strict=True)),
     ]
     segments.sort(key=lambda segment: segment[:1])  # a prompt precedes its completions
     ends = [*(start for start, _, _ in segments[1:]), length]
     strip = np.zeros((3, length), np.int64)
     after_prompt = 0
     for (start, row, source), end in zip(segments, ends, strict=True):
-        is_prompt = source is pictures.in_prompts
+        is_prompt = source is media.in_prompts
         shift = shifts(
             end - start,
             source.places[row].numpy(),
@@ -254,33 +256,35 @@ def _moved(inputs: Inputs, device: torch.device | str) -> Inputs:
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
-def feature_places(ids: np.ndarray, spans: Sequence[tuple[int, int]], token: int) -> np.ndarray:
+def feature_places(
+    ids: np.ndarray, spans: Sequence[tuple[int, int]], tokens: Sequence[int]
+) -> np.ndarray:
     """Return the positions [m] int64, ascending, in prompt `ids` [P] that hold features.
 
-    These are the positions of id `token` within the pictures' `spans`, (start, length) each.
+    These are the positions of ids `tokens` within the media's `spans`, (start, length) each.
     """
     in_spans = [np.arange(start, start + length) for start, length in spans]
     places = np.concatenate([np.empty(0, np.int64), *in_spans])
-    return places[ids[places] == token]
+    return places[np.isin(ids[places], tokens)]
 
 
-def join_pictures(tables: Sequence[tuple[Pictures | None, int]]) -> Pictures | None:
+def join_media(tables: Sequence[tuple[Media | None, int]]) -> Media | None:
     """Join the pictures of several tables, given each with its number of rows.
 
     Returns None if no table has pictures.
     """
-    firsts: dict[int, Pictures] = {}  # by the first number that the table's pictures get
+    firsts: dict[int, Media] = {}  # by the first number that the table's pictures get
     in_prompts: list[Shown] = []
     observed: list[Shown] = []
     next_number = 0
-    for pictures, count in tables:
-        if pictures is None:
+    for media, count in tables:
+        if media is None:
             in_prompts.append(Shown.nothing(count))
             observed.append(Shown.nothing(count))
             continue
         first = next_number
-        firsts[first] = pictures
-        for source, joined in ((pictures.in_prompts, in_prompts), (pictures.observed, observed)):
+        firsts[first] = media
+        for source, joined in ((media.in_prompts, in_prompts), (media.observed, observed)):
             numbers = source.numbers.with_values(source.numbers.values + first)
             joined.append(replace(source, numbers=numbers))
             next_number = max([next_number, *(numbers.values + 1).tolist()])
@@ -297,26 +301,50 @@ def join_pictures(tables: Sequence[tuple[Pictures | None, int]]) -> Pictures | N
     )
 
 
-def embed(model: nn.Module, ids: Tensor, pictures: PicturesInStrip) -> dict[str, Any]:
+def embed(model: nn.Module, ids: Tensor, media: MediaInStrip) -> dict[str, Any]:
     """Return the arguments of a pass over a strip of `ids` [1, L], with picture features put in.
 
     Each picture is encoded once. Raises SchemaError if features and places differ in number.
     """
-    features = [image_features(model, inputs) for inputs in pictures.inputs]
-    shown = [features[picture] for picture in pictures.order]
-    return put_features(model, ids, pictures.places, shown, f"model {type(model).__name__}")
+    features = [medium_features(model, inputs) for inputs in media.inputs]
+    shown = [features[medium] for medium in media.order]
+    return put_features(model, ids, media.places, shown, f"model {type(model).__name__}")
 
 
-def image_features(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the features of a picture for all of its positions, [m, d] each.
+def medium_features(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the features of a picture or clip for all of its positions, [m, d] each.
 
     The first ones take the place of embeddings. Others are added to the states after one of the
     first layers each (DeepStack, arXiv:2406.04334); most models have none.
     """
+    if "input_features" in inputs:
+        return [_heard(model, **inputs)]
     output = model.get_image_features(**inputs)
     levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
     parts = [level if isinstance(level, list | tuple) else [level] for level in levels]
     return [torch.cat([part.reshape(-1, part.shape[-1]) for part in level]) for level in parts]
+
+
+def _heard(model: nn.Module, input_features: Tensor, **masks: Tensor) -> Tensor:
+    """Return the features [m, d] of a clip, from its spectrum; `masks` end it where it ends."""
+    input_features = input_features.to(model.dtype)
+    if hasattr(model, "get_audio_features"):
+        return model.get_audio_features(input_features, **masks).pooler_output
+    # Qwen2-Audio has no function for it
+    trunk = model.base_model
+    tower = trunk.audio_tower
+    (mask,) = masks.values()
+    heard, counts = tower._get_feat_extract_output_lengths(mask.sum(-1))
+    halves = torch.arange((input_features.shape[-1] - 2) // 2 + 1, device=mask.device)
+    inside = create_bidirectional_mask(
+        config=tower.config,
+        inputs_embeds=input_features.new_zeros(len(mask), len(halves), 1),
+        attention_mask=(halves < heard[:, None]).long(),
+    )
+    states = tower(input_features, attention_mask=inside).last_hidden_state
+    features = trunk.multi_modal_projector(states)
+    places = torch.arange(features.shape[1], device=mask.device)
+    return features[places < counts[:, None]]
 
 
 def put_features(
@@ -361,9 +389,9 @@ def reader_of(trunk: nn.Module, arguments: Mapping[str, Any]) -> nn.Module:
 
 
 def vision_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the weights that only pictures go through: all except the language model's and its
-    embeddings'."""
-    if not hasattr(model, "get_image_features"):
+    """Yield the weights that only pictures and clips go through: all except the language model's
+    and its embeddings'."""
+    if not (hasattr(model, "get_image_features") or model.config.model_type in HEARING):
         return
     parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
     of_language = {id(parameter) for part in parts for parameter in part.parameters()}

@@ -1,0 +1,194 @@
+"""Prompts with clips: what stands where, how clips are decoded, which are refused, and prompts that
+are given as ids beside their media."""
+
+import base64
+import io
+from contextlib import closing
+
+import datasets
+import numpy as np
+import pytest
+import soundfile
+
+from quiver.schemas.errors import ConfigError
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
+from quiver.stages.model.media.checking import FileCheck, Limits
+from quiver.stages.model.media.decoder import open_clip
+from quiver.stages.model.media.processor import load_processor
+from tests import sight, sound
+
+TOKENS = sight.words()
+POLICY = sound.REFS["policy"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Store:
+    folder = tmp_path_factory.mktemp("sound")
+    store = Store(folder / "store")
+    model = str(sound.make_folder(folder / "model"))
+    run_stage("policy", {"model": model}, store, into="hears", in_process=True)
+    return store
+
+
+def render(store: Store, folder, rows, policy: str = POLICY, **config) -> list[dict]:
+    for name, content in zip(sound.NAMES, sound.CLIPS, strict=True):
+        (folder / name).write_bytes(content)
+    config = {"source": sight.write_rows(folder, rows), "audio": "audio", **config}
+    ref = run_stage("prompt", config, store, policy=policy, into="asked", in_process=True)
+    return store.open(ref).table().to_pylist()
+
+
+def ids(text: str) -> list[int]:
+    return TOKENS(text, add_special_tokens=False).input_ids
+
+
+def features(seconds: float) -> int:
+    """How many Qwen2-Audio makes: of 100 frames a second each fourth."""
+    frames = round(100 * seconds)
+    return ((frames - 1) // 2 + 1 - 2) // 2 + 1
+
+
+def test_clips_stand_where_the_chat_shows_them(store, tmp_path):
+    parts = [{"type": "text", "text": "zero "}, {"type": "audio"}, {"type": "text", "text": " one"}]
+    chat = [{"role": "user", "content": parts}]
+    rows = [
+        {"messages": chat, "audio": ["0.flac"]},
+        {"messages": [{"role": "user", "content": "six <image>"}], "audio": ["1.wav", "0.flac"]},
+        {"messages": [{"role": "user", "content": "five"}], "audio": None},
+    ]
+    found = render(store, tmp_path, rows)
+    short, long = features(0.4), features(0.7)
+    lead = len(ids("<|im_start|>user\n"))
+    spans = [[(at["modality"], at["start"], at["length"]) for at in row["spans"]] for row in found]
+    assert spans == [
+        [("audio", lead + len(ids("zero ")), short)],
+        [("audio", lead, long), ("audio", lead + long, short)],
+        [],
+    ]
+    counts = [row["prompt_ids"].count(sound.AUDIO) for row in found]
+    assert counts == [short, long + short, 0]  # a typed mark stays text
+    assert [[clip["bytes"] for clip in row["audio"]] for row in found] == [
+        [sound.CLIPS[0]],
+        [*reversed(sound.CLIPS)],
+        [],
+    ]
+
+
+def test_a_cell_is_what_datasets_stores_or_bytes_or_base64(store, tmp_path):
+    clip = {"bytes": sound.CLIPS[1], "path": "one.wav"}
+    rows = datasets.Dataset.from_dict({"prompt": ["one"], "audio": [clip]})
+    rows.cast_column("audio", datasets.Audio()).save_to_disk(tmp_path / "saved")
+    config = {"source": f"datasets:{tmp_path}/saved", "prompt": "prompt", "audio": "audio"}
+    ref = run_stage("prompt", config, store, policy=POLICY, into="saved", in_process=True)
+    (saved,) = store.open(ref).table().to_pylist()
+    text = base64.b64encode(sound.CLIPS[1]).decode()
+    (written,) = render(store, tmp_path, [{"prompt": "one", "audio": text}], prompt="prompt")
+    assert saved["audio"] == [clip] and written["audio"] == [{**clip, "path": None}]
+
+
+def encoded(samples, kind="WAV", rate=sound.RATE, **options) -> bytes:
+    return sound.stored(samples, kind, rate, **options)
+
+
+SECOND = sound.noise(5, 1.0)
+HOSTILE = {
+    "empty": (b"", "is not a clip of type WAV, FLAC, MP3"),
+    "text": (b"RIFF and no more", "is not a clip of type WAV, FLAC, MP3"),
+    "ogg": (encoded(SECOND, "OGG"), "is not a clip of type WAV, FLAC, MP3, but OGG"),
+    "long": (encoded(np.zeros(sound.RATE * 40, np.float32), "FLAC"), "longer than the 30 seconds"),
+    "large": (encoded(sound.noise(0, 20.0)), "bytes, at most 500,000 are read"),
+    "no samples": (encoded(SECOND[:0]), "has no samples"),
+    "channels": (encoded(np.zeros((8, 3), np.float32)), "has 3 channels at 16,000 Hz"),
+    "rate": (encoded(SECOND[:99], rate=500_000), "1 channels at 500,000 Hz"),
+    "not finite": (
+        encoded(np.float32([0, np.nan]), subtype="FLOAT"),
+        "has samples that are no finite numbers",
+    ),
+}
+
+
+def test_hostile_clips_are_refused():
+    with closing(FileCheck({"audio": Limits(30, 500_000)})) as check:
+        for name, (content, message) in HOSTILE.items():
+            with pytest.raises(ConfigError) as caught:
+                check.require("audio", name, content)
+            assert caught.value.object == name and message in caught.value.message
+        check.require("audio", "good", encoded(SECOND))
+    slow = encoded(np.zeros(sound.RATE * 3000, np.float32), "FLAC")
+    with (
+        closing(FileCheck({"audio": Limits(10**6, seconds=0.001)})) as check,
+        pytest.raises(ConfigError, match=r"was not decoded within 0\.001 seconds"),
+    ):
+        check.require("audio", "slow", slow)
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 44_100, 48_000])
+@pytest.mark.parametrize("kind", ["WAV", "FLAC", "MP3"])
+def test_a_clip_is_heard_at_the_rate_of_the_model(kind, rate):
+    """Half a second of whole periods of a tone, on the left; the right is silent."""
+    tone = 0.5 * np.sin(2 * np.pi * 1000 * np.arange(rate // 2) / rate)
+    content = encoded(np.stack([tone, np.zeros_like(tone)], 1), kind, rate)
+    with closing(FileCheck({"audio": Limits(1)})) as check:
+        check.require("audio", "tone", content)
+    samples, _ = open_clip(content, sound.RATE)
+    assert samples.dtype == np.float32
+    if kind == "MP3":  # it may begin a little later
+        spectrum = np.abs(np.fft.rfft(samples[:8000]))
+        assert spectrum.argmax() == 500 and np.abs(samples).max() < 0.4
+        return
+    expected = 0.25 * np.sin(2 * np.pi * 1000 * np.arange(8000) / sound.RATE)
+    np.testing.assert_allclose(samples, expected, atol=2e-4)
+    own, own_rate = open_clip(content)
+    assert own_rate == rate and len(own) == rate // 2
+
+
+def test_a_clip_that_the_policy_would_cut_is_refused(store, tmp_path):
+    (tmp_path / "long.wav").write_bytes(encoded(sound.noise(0, 2.5)))
+    with pytest.raises(ConfigError, match="clip 1: is longer than the 2 seconds") as refusal:
+        render(store, tmp_path, [{"prompt": "one", "audio": "long.wav"}], prompt="prompt")
+    assert "row 1 of" in refusal.value.object
+
+
+def test_a_clip_too_short_for_a_feature_is_refused(store, tmp_path):
+    (tmp_path / "short.wav").write_bytes(encoded(SECOND[:80]))
+    with pytest.raises(ConfigError, match="a clip is too short"):
+        render(store, tmp_path, [{"prompt": "one", "audio": "short.wav"}], prompt="prompt")
+
+
+def test_a_policy_that_hears_nothing_is_refused(store, tmp_path):
+    sight.make_policy(store, tmp_path / "sees")
+    with pytest.raises(ConfigError, match="hears no clips") as refusal:
+        render(
+            store, tmp_path, [{"prompt": "one", "audio": "1.wav"}], "sees/policy@0", prompt="prompt"
+        )
+    assert "glmasr or qwen2_audio" in refusal.value.next
+
+
+def test_ids_hold_one_placeholder_for_each_clip(store, tmp_path):
+    row = {"prompt_ids": [7, sound.AUDIO, 8, sound.AUDIO, 9], "audio": ["0.flac", "1.wav"]}
+    (found,) = render(store, tmp_path, [row], prompt_ids="prompt_ids")
+    short, long = features(0.4), features(0.7)
+    marks = [sound.AUDIO]
+    assert found["prompt_ids"] == [7, *marks * short, 8, *marks * long, 9]
+    assert [at["start"] for at in found["spans"]] == [1, 2 + short]
+    for wrong in ([7, 8], [7, *marks * 3]):
+        with pytest.raises(
+            ConfigError, match=r"placeholders of \d clips, and there are 2"
+        ) as refusal:
+            render(store, tmp_path, [{**row, "prompt_ids": wrong}], prompt_ids="prompt_ids")
+        assert f"one id {sound.AUDIO} for each" in refusal.value.next
+
+
+def test_the_processor_is_transformers_own(store):
+    """Its ids and spectrum, of a clip that is decoded here."""
+    processor = load_processor(store.open(POLICY), "audio")
+    folder = store.open(POLICY).files.folder
+    row = {"prompt_ids": [], "completion_ids": []}
+    own = sound.own_inputs(folder, row, sound.CLIPS[1:])
+    seen = processor.read("audio", sound.CLIPS[1])
+    assert seen.ids.tolist() == [sound.AUDIO] * features(0.7)
+    assert seen.inputs.keys() == own.keys() - {"input_ids"}
+    for name, array in seen.inputs.items():
+        assert np.array_equal(array, own[name].numpy())
+    assert soundfile.info(io.BytesIO(sound.CLIPS[1])).samplerate == sound.RATE
