@@ -1,12 +1,12 @@
-"""Pictures in a strip of ids: their features take the place of the embeddings of their ids.
+"""Pictures and clips in a strip of ids: their features take the place of the embeddings of their ids.
 
     ids         <fake> <global> <image> <image> <image> <image> <fake>  what  is  …
     embeddings    e       e       f0      f1      f2      f3       e      e    e      f: features
 
-A picture's positions come from its span in the prompt, never from the id alone: a policy can sample
+A medium's positions come from its span in the prompt, never from the id alone: a policy can sample
 that id, and then it is an ordinary one.
 
-Not of the spine: only prompts with pictures need it.
+Not of the spine: only prompts with pictures or clips need it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ At = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Shown:
-    """Pictures that B rollouts are shown by their prompts, or after them by observations."""
+    """Media that B rollouts are shown by their prompts, or after them by observations."""
 
     numbers: Ragged
-    """[B rows] int64: numbers of the pictures, in the order of their places."""
+    """[B rows] int64: numbers of the media, in the order of their places."""
     starts: Ragged
-    """[B rows] int64: start of each picture's ids, counted from the end of the prompt; −1 in a
+    """[B rows] int64: start of each one's ids, counted from the end of the prompt; −1 in a
     prompt."""
     places: Ragged
     """[B rows] int64, ascending: positions of their features, counted from the start of the prompt,
@@ -93,12 +93,12 @@ class Shown:
 
     @classmethod
     def nothing(cls, count: int) -> Shown:
-        """Return no pictures for `count` rollouts."""
+        """Return no media for `count` rollouts."""
         return cls.of_lists(*[[[]] * count] * 3)
 
     @classmethod
     def joined(cls, tables: Sequence[Shown]) -> Shown:
-        """Join the pictures of several tables of rollouts."""
+        """Join the media of several tables of rollouts."""
         columns = ([shown.numbers, shown.starts, shown.places] for shown in tables)
         return cls(
             *(
@@ -117,13 +117,13 @@ class Shown:
 
 @dataclass(frozen=True)
 class Media:
-    """Pictures that B rollouts are shown."""
+    """Media that B rollouts are shown."""
 
     in_prompts: Shown
     observed: Shown
     """Pictures shown after the prompts."""
     read: Callable[[Sequence[int]], Inputs]
-    """Returns the model inputs of the pictures with these numbers."""
+    """Returns the model inputs of the media with these numbers."""
     tokens: Sequence[int]
     """Ids at features' positions."""
     merge: int | None = None
@@ -143,7 +143,7 @@ class Media:
     def of_rollout(
         self, row: int, device: torch.device, prompt_length: int, num_read: int
     ) -> Inputs:
-        """Return the joint model inputs of all pictures that rollout `row` is shown by its prompt
+        """Return the joint model inputs of all media that rollout `row` is shown by its prompt
         of `prompt_length` ids and in the first `num_read` ids after it."""
         numbers = [
             number
@@ -164,10 +164,10 @@ class Media:
 
 @dataclass(frozen=True)
 class MediaInStrip:
-    """Pictures in a strip, on the model's device."""
+    """Media in a strip, on the model's device."""
 
     inputs: tuple[Inputs, ...]
-    """Inputs of each picture, once."""
+    """Inputs of each medium, once."""
     order: tuple[int, ...]
     """Indices into `inputs` in the order in which the strip shows them."""
     places: Tensor
@@ -180,10 +180,10 @@ class MediaInStrip:
 def in_strip(
     media: Media | None, prompts: At, completions: At, length: int, device: torch.device | str
 ) -> MediaInStrip | None:
-    """Return the pictures in a strip, or None if it has none.
+    """Return the media in a strip, or None if it has none.
 
     Args:
-        pictures: Pictures of all rollouts.
+        media: Media of all rollouts.
         prompts: Rollouts whose prompts are in the strip, and where each prompt begins.
         completions: Rollouts whose completions are in the strip, and where each begins.
         length: Tokens of the strip.
@@ -269,11 +269,11 @@ def feature_places(
 
 
 def join_media(tables: Sequence[tuple[Media | None, int]]) -> Media | None:
-    """Join the pictures of several tables, given each with its number of rows.
+    """Join the media of several tables, given each with its number of rows.
 
-    Returns None if no table has pictures.
+    Returns None if no table has any.
     """
-    firsts: dict[int, Media] = {}  # by the first number that the table's pictures get
+    firsts: dict[int, Media] = {}  # by the first number that the table's media get
     in_prompts: list[Shown] = []
     observed: list[Shown] = []
     next_number = 0
@@ -302,9 +302,9 @@ def join_media(tables: Sequence[tuple[Media | None, int]]) -> Media | None:
 
 
 def embed(model: nn.Module, ids: Tensor, media: MediaInStrip) -> dict[str, Any]:
-    """Return the arguments of a pass over a strip of `ids` [1, L], with picture features put in.
+    """Return the arguments of a pass over a strip of `ids` [1, L], with features put in.
 
-    Each picture is encoded once. Raises SchemaError if features and places differ in number.
+    Each medium is encoded once. Raises SchemaError if features and places differ in number.
     """
     features = [medium_features(model, inputs) for inputs in media.inputs]
     shown = [features[medium] for medium in media.order]
@@ -350,13 +350,13 @@ def _heard(model: nn.Module, input_features: Tensor, **masks: Tensor) -> Tensor:
 def put_features(
     model: nn.Module, ids: Tensor, places: Tensor, shown: Sequence[list[Tensor]], name: str
 ) -> dict[str, Any]:
-    """Return the arguments of a pass over `ids` [B, L] with the features of pictures put in.
+    """Return the arguments of a pass over `ids` [B, L] with the features of media put in.
 
     Args:
         model: The model, or its trunk.
         ids: Ids of the rows.
-        places: [m] indices of the features into the flat ids, in the order of the pictures.
-        shown: Result of `image_features` for each picture.
+        places: [m] indices of the features into the flat ids, in the order of the media.
+        shown: Result of `medium_features` for each medium.
         name: Named by errors.
 
     Raises:
@@ -366,7 +366,7 @@ def put_features(
     if len(features) != len(places):
         raise SchemaError(
             name,
-            f"its pictures give {len(features)} features, and its prompt has {len(places)} places "
+            f"its media give {len(features)} features, and its prompt has {len(places)} places "
             "for them",
             next="render the prompts again with this policy",
         )

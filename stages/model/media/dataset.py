@@ -1,9 +1,9 @@
-"""Loads the pictures that saved rollouts were sampled from.
+"""Loads the media that saved rollouts were sampled from.
 
-Pictures of prompts are stored once, in the prompts dataset, which the rollouts' manifest names.
+Media of prompts are stored once, in the prompts dataset, which the rollouts' manifest names.
 Observed pictures are in the rollouts themselves.
 
-Not of the spine: only prompts with pictures need it.
+Not of the spine: only prompts with media need it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def open_prompts(store: Store, rollouts: Version) -> pa.Table | None:
 
 
 def load_media(store: Store, rollouts: Version, rows: pa.Table, policy: Version) -> Media | None:
-    """Return the pictures shown in `rows` of `rollouts` [B], as `policy` reads them.
+    """Return the media shown in `rows` of `rollouts` [B], as `policy` reads them.
 
-    Returns None if there are none. A picture's bytes are read only when it is used. Raises
-    LineageError if the sampling policy read pictures with another processor.
+    Returns None if there are none. A medium's bytes are read only when it is used. Raises
+    LineageError if the sampling policy read media with another processor.
     """
     prompts = open_prompts(store, rollouts)
     observed = rows["images"].combine_chunks() if "images" in rows.column_names else None
@@ -58,7 +58,7 @@ def load_media(store: Store, rollouts: Version, rows: pa.Table, policy: Version)
     if sampler.processor != checkpoints.model_entry("policy", policy).processor:
         raise LineageError(
             str(rollouts.ref),
-            f"{sampler.ref} read its pictures with another processor than {policy.ref} has",
+            f"{sampler.ref} read its media with another processor than {policy.ref} has",
             next=f"name a policy with the processor of {sampler.ref}",
         )
     processor = load_processor(policy)
