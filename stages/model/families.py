@@ -36,14 +36,17 @@ prompts of one batch must then have the same length."""
 THREE_AXES = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
 """Families that give pictures positions of three axes as forward/axes.py counts them."""
 OTHER_AXES = {
+    "cohere_compass",
     "cosmos3_edge",
     "cosmos3_omni",
     "ernie4_5_vl_moe",
+    "glm46v",
     "glm4v",
     "glm4v_moe",
     "glm_image",
     "glm_ocr",
     "hunyuan_vl",
+    "minicpmv4_7",
     "neomme",
     "paddleocr_vl",
     "qwen2_5_omni",

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 from PIL import Image
 
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.prompts import OURS
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
+from quiver.stages.model.families import OTHER_AXES, THREE_AXES
 from quiver.stages.model.media.checking import FileCheck, Limits
 from quiver.stages.model.media.decoder import open_image
 from quiver.stages.model.media.processor import load_processor
@@ -343,29 +345,50 @@ def test_turned_pictures_are_turned_as_their_camera_says():
     assert turned.tobytes() == pixels.transpose(Image.Transpose.ROTATE_270).tobytes()
 
 
-def test_positions_of_three_axes_are_refused_before_anything_is_sampled(store, tmp_path):
+def with_config(store, tmp_path, **fields):
+    """A policy that sees, with other fields in its config.json."""
     folder = sight.make_folder(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["rope_parameters"]["mrope_section"] = [4, 6, 6]
-    (folder / "config.json").write_text(json.dumps(config))
-    policy = run_stage("policy", {"model": str(folder)}, store, into="axes", in_process=True)
-    (tmp_path / "0.png").write_bytes(sight.png(0))
-    rows = [{"prompt": "one", "images": ["0.png"]}]
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    ref = run_stage("policy", {"model": str(folder)}, store, into=fields.get("model_type", "pairs"), in_process=True)
+    return store.open(ref)
+
+
+def test_positions_of_other_axes_are_refused(store, tmp_path):
+    policy = with_config(store, tmp_path, model_type="glm4v")
     with pytest.raises(ConfigError, match="M-RoPE"):
-        render(store, tmp_path, rows, policy=str(policy))
+        load_processor(policy, "image")
+
+
+def test_each_family_of_transformers_with_such_positions_is_known():
+    """Also those whose config.json need not say that they have them."""
+    folder = Path(transformers.__file__).parent / "models"
+    found = {
+        path.parent.name
+        for path in folder.glob("*/modeling_*.py")
+        if "def get_rope_index" in path.read_text()
+    }
+    aliases = {"cosmos3_omni", "qwen3_omni_moe_thinker"}
+    assert found > THREE_AXES
+    assert found - THREE_AXES <= OTHER_AXES
+    assert OTHER_AXES - aliases <= found | {"qwen2_5_omni", "qwen3_omni_moe"}
+
+
+@pytest.mark.parametrize("name", ["patch_size", "merge_size", "temporal_patch_size"])
+def test_a_processor_of_another_model_is_refused_at_import(store, tmp_path, name):
+    folder = sight.make_folder(tmp_path / "model", "qwen2_vl")
+    path = folder / "preprocessor_config.json"
+    about = json.loads(path.read_text())
+    path.write_text(json.dumps({**about, name: about[name] * 2}))
+    with pytest.raises(ConfigError, match=f"preprocessor_config.json has {name}"):
+        run_stage("policy", {"model": str(folder)}, store, into="patches", in_process=True)
 
 
 def test_an_encoder_decoder_that_sees_is_refused(store, tmp_path):
     """T5Gemma 2: its encoder would be given the ids without the pictures."""
-    folder = sight.make_folder(tmp_path / "model")
-    run_stage("policy", {"model": str(folder)}, store, into="pairs", in_process=True)
-    policy = store.open("pairs/policy@0")
-    config = json.loads(policy.files.read("config.json"))
-    (policy.files.folder / "config.json").write_text(
-        json.dumps({**config, "is_encoder_decoder": True})
-    )
+    policy = with_config(store, tmp_path, is_encoder_decoder=True)
     with pytest.raises(ConfigError, match="given text alone"):
-        load_processor(policy)
+        load_processor(policy, "image")
 
 
 def test_a_processor_that_can_not_be_loaded_here_is_refused_at_import(store, tmp_path):
