@@ -89,8 +89,8 @@ COLUMNS = {
     "images": 'set data.images = "images" if the policy sees pictures',
     "video": "take it out of the source: no policy is shown videos here",
     "videos": "take it out of the source: no policy is shown videos here",
-    "audio": "take it out of the source: no policy is given sounds here",
-    "audios": "take it out of the source: no policy is given sounds here",
+    "audio": 'set data.audio = "audio" if the policy hears clips',
+    "audios": 'set data.audio = "audios" if the policy hears clips',
     "tools": 'set data.tools = "tools" to show it in chats, or take it out if [generate.turns] or '
     "prompt.template_arguments define the tools",
     "chat_template_kwargs": "only chats without [generate.turns] are rendered with it: set "

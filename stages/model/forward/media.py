@@ -1,4 +1,4 @@
-"""Pictures and clips in a strip of ids: their features take the place of their ids' embeddings.
+"""Media in a strip of ids: their features take the place of the embeddings of their ids.
 
     ids         <fake> <global> <image> <image> <image> <image> <fake>  what  is  …
     embeddings    e       e       f0      f1      f2      f3       e      e    e      f: features

@@ -166,6 +166,12 @@ def test_logprobs_are_scored_with_the_clips(store):
         np.testing.assert_allclose(now.as_py(), then.as_py(), atol=1e-5)
 
 
+def test_an_engine_in_bfloat16_hears_too(store):
+    config = {**sight.GENERATE, "dtype": "bfloat16", "samples_per_prompt": 1}
+    rollouts = run_here("generate", config, store, into="narrow", **REFS)
+    assert len(store.open(rollouts).table()) == len(ROWS)
+
+
 def test_swapped_clips_fail_the_audit(store):
     prompts = store.open(REFS["prompts"]).table()
     others = (sound.stored(sound.tone(400, length)) for length in (0.4, 0.7))
