@@ -281,7 +281,7 @@ class Recipe(Config):
             raise ConfigError(
                 f"reference.policy {ref}",
                 "expected a policy, and not the run's latest, which each iteration changes",
-                next=f"name a policy by its number or a tag: quiver ls {ref.run}",
+                next=f"quiver ls {ref.run}",
             )
         if (ref.run, ref.version) != (self.run, 0):
             ref = Store(self.store, create=False).with_expired().resolve(ref)

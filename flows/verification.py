@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import product
 
 from quiver.schemas import refs
@@ -48,16 +48,17 @@ def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[Quiver
                 except QuiverError as error:
                     # only if the version itself is damaged, which was checked already
                     if error.next == f"quiver verify {version_ref}":
-                        tags, versions = users_of(store, version_ref)
-                        users = [*(f"tag {name}" for name in tags), *versions]
-                        error.state = (
-                            "no other version is affected; tags and versions that refer to this "
-                            f"one: {', '.join(users) or 'nothing'}."
-                        )
                         error.next = f"quiver verify {version_ref} --quarantine"
-                        if not (tags or versions or store.storage.list(version_ref.folder)):
-                            folder = f"{store.url}/{version_ref.folder}"
-                            error.next = shlex.join(["rmdir", printable(folder, 4096)])
+                        with suppress(OSError):  # a store that cannot be read is told elsewhere
+                            tags, versions = users_of(store, version_ref)
+                            users = [*(f"tag {name}" for name in tags), *versions]
+                            error.state = (
+                                "no other version is affected; tags and versions that refer to "
+                                f"this one: {', '.join(users) or 'nothing'}."
+                            )
+                            if not (tags or versions or store.storage.list(version_ref.folder)):
+                                folder = f"{store.url}/{version_ref.folder}"
+                                error.next = shlex.join(["rmdir", printable(folder, 4096)])
                     raise
     if ref is None:
         _verify_around(store, errors)

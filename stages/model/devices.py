@@ -62,10 +62,10 @@ def uses_gpu(key: str, device: str, nodes: Path = Path("/dev")) -> bool:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU; 0 for a CPU."""
+    """Return the memory of a GPU; 0 for another device, or one that is not there."""
     import torch
 
-    if device.type == "cpu":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(device).total_memory
 

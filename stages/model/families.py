@@ -30,7 +30,7 @@ FAMILIES = {
 """For each `model_type` that was tried: the fastest correct mode, or `refused`; and the reason why
 it is not a faster one. A type of which models with sliding windows need a slower mode has a second
 row for these, `TYPE with windows`."""
-UNPADDED = {"deepseek_v4", "git", "minimax_m3_vl_text", "trocr"}
+UNPADDED = {"deepseek_v4", "git", "llama4", "llama4_text", "minimax_m3_vl_text", "trocr"}
 """Families in which padding before a prompt changes the numbers after it, despite the mask. All
 prompts of one batch must then have the same length."""
 THREE_AXES = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"}
