@@ -118,7 +118,7 @@ class Recipe(Config):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
-        if not flows.has_forms:  # nobody reads the description, and it takes long
+        if not flows.has_forms:  # the description is not read then, and takes long
             return {"type": "object"}
         return super().__get_pydantic_json_schema__(core_schema, handler)
 

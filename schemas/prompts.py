@@ -104,7 +104,7 @@ def check(table: pa.Table) -> pa.Schema:
 
 
 def most_media(table: pa.Table) -> dict[str, int]:
-    """Return the most files of one prompt, for each modality of which there is any."""
+    """Return the most files of one prompt, for each modality that has any."""
     columns = {name: column for name, column in MEDIA.items() if column in table.column_names}
     most = {name: pc.max(pc.list_value_length(table[columns[name]])).as_py() for name in columns}
     return {name: count for name, count in most.items() if count}

@@ -139,7 +139,7 @@ def _idefics3(tokenizer: Any) -> tuple:
 
 
 def _qwen3_vl(tokenizer: Any) -> tuple:
-    """Return the same of a Qwen3-VL, whose whole processor would want torchvision."""
+    """Return the same for a Qwen3-VL. Its whole processor would need torchvision."""
     from transformers import Qwen2VLImageProcessorPil, Qwen3VLConfig
 
     edges = {"shortest_edge": SIZE**2, "longest_edge": SIZE**2}

@@ -1,7 +1,7 @@
 """Families of language models: which train, how their rollouts may be packed, and rules on configs.
 
-`families.toml` lists the model types that were tried. A model goes by its own type and by that of
-its text part; if neither was tried, it runs one rollout at a time.
+`families.toml` lists the model types that were tried. A model goes by its own type and its text
+part's; if neither was tried, it runs one rollout at a time.
 
 Not of the spine: a table of names.
 """

@@ -127,7 +127,7 @@ def start_of(config: Config, plan: Plan, critic: ModuleDict) -> dict[str, Tensor
 
 
 def read_classifier(folder: Path, name: str, trunk: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the classifier's weights in float32, named as those of a critic with this `trunk`.
+    """Return the classifier's weights in float32, named as in a critic with this `trunk`.
 
     Raises ConfigError about `name` if it does not fit.
     """

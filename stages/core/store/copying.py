@@ -41,7 +41,7 @@ class Copied:
     versions: int = 0
     """Versions in the copy, by their manifests."""
     bytes: int = 0
-    """Bytes of files that were copied; those that were there already do not count."""
+    """Bytes of files that were copied; files that were there already do not count."""
 
 
 def copy(source: Store, target: str) -> Copied:

@@ -7,7 +7,7 @@
     STORE/<run>/<kind>/.index                      a line for each manifest that was read
 
 One listing of the folder gives all numbers and all marks. Manifests never change, so a line of the
-index stays true unless somebody damages the manifest, which `verify` tells. Manifests that have no
+index stays true unless the manifest is damaged, which `verify` tells. Manifests that have no
 line are read, so the index may be lost, torn or old. A torn manifest gets no line.
 
 Not of the spine: a version is found by its run key, and this file says how that stays quick.
@@ -82,7 +82,7 @@ class Listing:
         self._key = f"{self._folder}/.index"
         numbers_of = _numbers_of("\n".join(storage.list(self._folder)))
         self.numbers: list[int] = sorted(numbers_of[""])
-        """Numbers of all versions, whatever marks they have, rising."""
+        """Numbers of all versions, marked ones too, rising."""
         self.marks = {name: numbers_of[name] for name in (EXPIRED, NO_OPTIMIZER, REMOVED)}
         """Numbers with each mark."""
         self.given: set[int] = set().union(*numbers_of.values())

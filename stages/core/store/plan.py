@@ -42,7 +42,7 @@ class Plan:
     if_number_taken: str = ""
     """Error message if another version has that number."""
     already_made: Version | None = None
-    """A version that answers the call without any work, whatever its run key."""
+    """A version that answers the call without any work, even with another run key."""
     patience_seconds: float | None = None
     """Seconds that an idle process waits for another's shard, if the work is shared."""
 
@@ -66,8 +66,8 @@ class Plan:
     def listing(self) -> Listing:
         """The versions of the last kind when the call began.
 
-        `numbers` are all of them, whatever their marks, and `find` gives those with a run key.
-        `given` also has numbers of which only a mark is left. No number in it is given again.
+        `numbers` are all of them, marked ones too, and `find` gives those with a run key.
+        `given` also has numbers with only a mark left. No number in it is given again.
         """
         return self.store.listing(self.run, self.kinds[-1])
 

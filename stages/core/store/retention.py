@@ -228,7 +228,7 @@ def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
     Damaged tags and manifests are skipped; `verify` reports them.
 
     Raises:
-        OSError: the store cannot be read, so nobody knows who needs it.
+        OSError: the store cannot be read, so it is unknown who needs the version.
     """
     tag_names, versions = [], []
     with suppress(*_DAMAGED):
@@ -490,7 +490,7 @@ def _data(store: Store, ref: Ref, mark: str) -> dict[str, int]:
 
 
 def _delete_data(store: Store, ref: Ref, mark: str = REMOVED) -> None:
-    """Delete the data that a mark covers, whatever the manifest lists."""
+    """Delete the data that a mark covers, also if the manifest does not list them."""
     store.storage.delete(*_data(store, ref, mark))
 
 
@@ -564,7 +564,7 @@ def _sweep(store: Store, work: Work) -> bool:
 
 
 def _places(store: Store, work: Work) -> dict[str, Ref]:
-    """Return the versions with this run key, whatever their marks, by the prefix of their files."""
+    """Return the versions with this run key, marked ones too, by the prefix of their files."""
     listing = store.listing(work.run, work.kind)
     refs = (Ref(work.run, work.kind, number) for number in listing.find(work.run_key))
     return {Version(ref, store.storage).manifest.prefix: ref for ref in refs}

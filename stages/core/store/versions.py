@@ -141,7 +141,7 @@ class Version:
 
     @property
     def prefix(self) -> str:
-        """Prefix of its files in the store; that of its manifest, if this is torn."""
+        """Prefix of its files in the store; its manifest's prefix if the manifest is torn."""
         with suppress(CorruptError):
             return self.manifest.prefix
         return self.ref.folder
@@ -535,7 +535,7 @@ class Store:
         return True
 
     def has_manifest(self, ref: Ref) -> bool:
-        """Return True if a version's manifest is there, whatever its marks."""
+        """Return True if a version's manifest is there, even if it has marks."""
         try:
             self.storage.read(f"{ref.folder}/manifest.json")
         except FileNotFoundError:

@@ -402,7 +402,7 @@ class Writer:
                 keys = (f"{self._files}/{entry.name}" for entry in self._entries)
                 table = pa.concat_tables(read_table(self._storage, key) for key in keys)
                 if self._ids is not None and self._ids != table["rollout_id"]:
-                    problem = "its rows are not those that were asked for"
+                    problem = "its rows are not the requested ones"
             if problem:
                 self.stop_if_committed()
                 if not lease.is_held():

@@ -115,7 +115,7 @@ def block_attention(
 
 
 def _temperature_ratios(module: nn.Module, positions: Tensor) -> Tensor:
-    """Return [L, 1]: the temperature of each position over that of the token's place in the strip.
+    """Return [L, 1]: each position's temperature over the temperature at its place in the strip.
 
     Layers of Llama 4 take the latter for the former.
     """
@@ -214,7 +214,7 @@ def attend_by_products(
 ) -> Tensor:
     """Attend within one block by two matrix products, with softmax in float32.
 
-    Shapes are those of `attend_block`; with sinks, the first key is theirs. All queries of a key
+    Shapes are as in `attend_block`; with sinks, the first key is theirs. All queries of a key
     head are one matrix. For short spans on a CPU, the backward pass in bfloat16 is several times
     faster than the fused kernel's. If queries and keys are the same tokens, `_ROWS` queries at a
     time meet the keys up to their own.

@@ -27,7 +27,7 @@ def shifts(length: int, places: np.ndarray, grids: Sequence[Grid], before: int =
     """Return what a sequence's plain positions are shifted by: [3, length + 1] int64.
 
     Args:
-        length: Ids of the sequence. The last column is the shift of whatever follows it.
+        length: Ids of the sequence. The last column is the shift of what follows it.
         places: [m] int64, ascending: positions of the pictures' features in the sequence.
         grids: Grid of each picture, in the order of the places.
         before: Shift of what precedes the sequence.

@@ -185,7 +185,7 @@ class Runs:
     longest: tuple[int, int]
     """Most queries and most keys of one span."""
     copies: tuple[Tensor, Tensor]
-    """[K] places in `keys`, those of the strip's first token first, and [L + 1] where each token's
+    """[K] places in `keys`, in the order of the strip's tokens, and [L + 1] where each token's
     begin: the gradients of a token's copies are added up by them."""
 
 

@@ -219,8 +219,7 @@ def in_strip(
 
 
 def grid_of(inputs: Inputs, merge: int) -> Grid:
-    """Return the grid of one picture's features, of which each is made from `merge` × `merge`
-    patches."""
+    """Return the grid of one picture's features, each made from `merge` × `merge` patches."""
     _, rows, columns = inputs["image_grid_thw"][0].tolist()
     return rows // merge, columns // merge
 
@@ -229,7 +228,7 @@ def _shifts(
     media: Media, grids: Mapping[int, Grid], prompts: At, completions: At, length: int
 ) -> np.ndarray:
     """Return the shifts of the positions in a strip of `length` tokens: [3, length] int64. `grids`
-    are those of its pictures, by number; the other arguments are those of `in_strip`."""
+    has the grid of each picture, by number; the other arguments are as in `in_strip`."""
     segments = [
         *((start, row, media.in_prompts) for row, start in zip(*prompts, strict=True)),
         *((start, row, media.observed) for row, start in zip(*completions, strict=True)),

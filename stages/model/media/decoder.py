@@ -21,7 +21,7 @@ MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK",
 """Pixel modes with at most 8 bits per channel. Of images with several 16-bit channels, Pillow takes
 the upper 8 bits itself."""
 GREY_16 = ("I;16", "I;16B", "I;16L")
-"""Grey modes with 16 bits, of which the upper 8 are taken too."""
+"""Grey modes with 16 bits; their upper 8 bits are taken."""
 
 
 SOUNDS = ("WAV", "WAVEX", "FLAC", "MP3")
