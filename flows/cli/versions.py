@@ -251,9 +251,10 @@ def verify(
             )
         if not any(isinstance(error, CorruptError) for error in verify_store(opened, ref)[1]):
             raise ConfigError(ref, "is whole", next=f"quiver rm {ref}")
+        # before the mark: an error here leaves the version as it is
+        tags, users = retention.users_of(opened, opened.resolve(ref))
         put_aside = retention.put_aside(opened, ref)
         folder = f"{opened.url}/{opened.version(put_aside).prefix}"
-        tags, users = retention.users_of(opened, put_aside)
         lines = [
             f"{put_aside} is put aside; its files stay in {folder}",
             "the command that made it makes it again, under another number",

@@ -261,8 +261,9 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
     has_number = isinstance(target.version, int)
     aside = marks.read(store.storage, target, REMOVED) if has_number else None
     if aside is not None and aside.keep:
+        users = users_of(store, target)[1]
         _delete_data(store, target)
-        return target, users_of(store, target)[1]
+        return target, users
     if aside is not None:
         raise marks.gone_error(store.storage, target, [REMOVED])
     target = store.with_expired().resolve(target)

@@ -427,6 +427,20 @@ def test_rm_deletes_nothing_if_it_cannot_see_who_needs_it(store, monkeypatch, ca
     store.open(ref).verify()
 
 
+def test_rm_of_what_was_put_aside_deletes_nothing_if_it_cannot_see_who_needs_it(store, monkeypatch):
+    version = make_table(store, 1)
+    retention.put_aside(store, version.ref)
+
+    def fail():
+        raise OSError(errno.EIO, "Input/output error")
+
+    when_called(monkeypatch, retention, "users_of", fail, call=1, before=True)
+    with pytest.raises(OSError, match="Input/output error"):
+        remove(store, version.ref)
+    assert marks.read(store.storage, version.ref, REMOVED).keep
+    assert (version.files.folder / version.files.names[0]).is_file()
+
+
 def test_who_needs_a_version_is_not_told_if_a_folder_cannot_be_read(store, monkeypatch):
     ref = make_table(store, 1).ref
     read = Disk.list
