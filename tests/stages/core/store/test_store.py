@@ -283,7 +283,7 @@ def test_other_rows_than_were_asked_for_are_not_committed_and_done_again(store, 
     ids = asked["rollout_id"]
     with work_on(store) as work:
         work.write_table(table(0, rows=5).take(order))
-        with pytest.raises(CorruptError, match="not those that were asked for"):
+        with pytest.raises(CorruptError, match="not the requested ones"):
             work.commit(ids=ids)
     with work_on(store) as work:
         work.write_table(asked)
