@@ -184,9 +184,9 @@ def perform(
     outcome = find_outcome(call, expired=run.expired)
     if needs_files and outcome is not None and not Store(run.store).exists(parse(outcome.ref)):
         outcome = None
+    # A launcher runs the whole command, `quiver optimize`, on every rank, and rank 0 alone makes
+    # what it lacks, such as logprobs. If it fails, the launcher ends its host's ranks.
     while outcome is None and follows_rank_0() and not knows_ranks(stage):
-        # A launcher runs the whole command, `quiver optimize`, on every rank, and rank 0 alone
-        # makes what it lacks, such as logprobs. If it fails, the launcher ends its host's ranks.
         time.sleep(_POLL_SECONDS)
         outcome = find_outcome(call)
     if outcome is None:

@@ -133,8 +133,8 @@ class Chain:
         Args:
             policy: The policy that iteration `first` improves.
             base: The KL term's reference policy if `reference.rule` is "fixed" and names none.
-                Replay, and a reference policy that moves, begin with iteration `first`.
-            first: Number of the first iteration.
+            first: Number of the first iteration. Earlier iterations are not replayed, and a
+                reference policy that moves starts at `policy`.
             first_round: Number of its first round. Default: the iteration's number.
             prompts: The first iteration's prompts, if they were made already.
             finish: Called after each iteration; with `overlap`, while the next one is sampled.
@@ -201,9 +201,8 @@ class Chain:
 
         With [data] curriculum, they are chosen by the rewards of the last iterations and of the
         earlier rounds of this one. These belong to the prompts' lineage and run key. With
-        `overlap`, rewards of the same iterations decide: iteration k+1 is sampled while k
-        optimizes, and k's rewards exist by then. `earlier` holds all rounds before this one, oldest
-        first.
+        `overlap` the same rewards decide as without it: iteration k+1 is sampled while k optimizes,
+        and k's rewards exist by then. `earlier` holds all rounds before this one, oldest first.
         """
         refs: dict[str, Any] = {"policy": policy}
         if curriculum := self.recipe.data.curriculum:
@@ -279,6 +278,7 @@ class Chain:
         prox = None
         sampling = recipe.generate.sampling.model_dump()
         config = proximal_config(recipe.optimize, recipe.logprobs, [sampling])
+        # proximal logprobs of the policy at the update's start are made in `update`
         if config is not None and config.is_of_sampler:
             refs = {"rollouts": rollouts.ref, "policy": policy}
             outcomes["logprobs prox"] = perform("logprobs", config, refs, **options("logprobs"))

@@ -152,8 +152,8 @@ class Recipe(Config):
             settings = [f"{name} = {policies}" for name, policies in staleness.items() if policies]
             raise ValueError(
                 f"optimize.max_staleness must be >= {' + '.join(settings)}, got "
-                f"{self.optimize.max_staleness}: the policies that sampled earlier are that much "
-                "older"
+                f"{self.optimize.max_staleness}: earlier rollouts were sampled by policies that "
+                "many iterations older than the one that is trained"
             )
         least = self.optimize.least_samples
         # A user's own algorithm may compare groups: only its file, which is not read here, knows.
@@ -228,7 +228,7 @@ class Recipe(Config):
             ) from None
         for setting in settings:
             put_setting(sections, setting)
-        # any context, even an empty one, makes `_can_evaluate` skip its check of [evaluate]
+        # With a context, even an empty one, `_can_evaluate` does not check [evaluate].
         return parse(cls, sections, f"recipe {path}", context=None if measures else {})
 
     def resolved(self) -> Recipe:
@@ -320,11 +320,12 @@ class Recipe(Config):
         For the stage an evaluation is round 0. It uses the same rows each time.
         """
         source = self.data.for_evaluation() if evaluation else self.data
-        generate = self.generate_config(0, evaluation=evaluation)
+        generate = self.generate_config(0, evaluation=evaluation)  # its round does not matter here
         fields = {
             "seed": self.seed,
             "round": 0 if evaluation else round,
             "reserve_tokens": generate.sampling.max_tokens,
+            # only the fields that decide how prompts are rendered
             "turns": generate.turns and generate.turns.alone(),
             **self.prompt.model_dump(exclude_defaults=True),
         }

@@ -183,7 +183,9 @@ def choose_kl_reference(
         options: Label, run and iteration of the stage that mixes the weights.
     """
     num_done = len(policies) - 1
-    if not (rule.share and num_done) or num_done % rule.iterations:
+    # `share` is the weight of the newest policy in the reference; 0 keeps the reference fixed.
+    is_due = rule.share > 0 and num_done > 0 and num_done % rule.iterations == 0
+    if not is_due:
         return previous
     if rule.share == 1:
         return policies[-1]
@@ -196,7 +198,12 @@ def proximal_config(
 ) -> LogprobsConfig | None:
     """Return the logprobs config for the ratio's denominator, or None if it is not needed.
 
-    `samplings`: the sampling sections of the rollouts to train on.
+    It is needed if the algorithm asks for the policy at the start of the update
+    (`optimize.needs_prox`), or if sampling was biased. Old rollouts alone are no reason: they bring
+    the logprobs of their sampler.
+
+    Args:
+        samplings: The sampling sections of the rollouts to train on.
     """
     needed = optimize.needs_prox or any(map(biases, samplings))
     if not (needed or logprobs.prox):

@@ -4,8 +4,8 @@
 |---|---|---|
 | rollout_id, group_id | string | joined by id, never by position |
 | reward | float32, null | weighted, clipped sum; null: a part failed, or no part gave a number |
-| parts | struct<float32, null> | one field per function, before its weight; null = none |
-| errors | struct<string, null> | one field per function: why it failed; null = it did not |
+| parts | struct<float32, null> | one field per scorer, before its weight; null = none |
+| errors | struct<string, null> | one field per scorer: why it failed; null = it did not |
 | extra | struct<string, null> | JSON text of what a function returned beside the number |
 
     {"rollout_id": "4be1c0de-sum-0017-2", "group_id": "sum-0017", "reward": 1.2,

@@ -1,13 +1,17 @@
 """evaluate: turn scored held-out rollouts into evaluations/1, with score, standard error and pass@k
 in the manifest.
 
-An answer that a limit cut off before it was scored counts by the rule `unscored`. All other null
+An answer without a score that was cut by a limit counts by the rule `unscored`. All other null
 scores are left out of every estimate and counted; if all are null, the stage fails. With a
 `baseline`, an evaluation on the same prompts, the difference to it is estimated prompt by prompt.
 
-The role `baseline` names that version, and the metric `baseline` is its score. Nights give one;
-`quiver run` gives none, and calls the base policy's evaluation by that name. `quiver compare` pairs
-prompts in the same way.
+The word `baseline` has three uses:
+
+    role        the evaluation to compare with; nights name one, `quiver run` does not
+    metric      in this manifest, the score of that evaluation
+    printed     by `quiver run`, the evaluation of the base policy
+
+`quiver compare` pairs prompts in the same way.
 
     refs = {"rollouts": "held/rollouts@1", "rewards": "held/rewards@1"}
     ref = run_stage("evaluate", Config(k=(1, 4)), store, **refs)

@@ -3,9 +3,11 @@
 The logprob is in column `old_logprobs`, in the distribution that the id was drawn from.
 
 Finished shards are kept: a restart makes only the others, with the same rollout ids, seeds and
-rows. Refused: prompts with ids that the policy does not have, prompts that leave no room for
-max_tokens (`overlong = "drop"` counts and lists them instead; nothing is ever cut), and malformed
-answers of an engine.
+rows. A rollout's seed is a hash of the recipe's seed, the round, its group and its number in the
+group (`rows.py`). The engine loads the policy's folder in the engine's own dtype (`config.dtype`),
+after its files' hashes were compared with the manifest's. Refused: prompts with ids that the policy
+does not have, prompts that leave no room for max_tokens (`overlong = "drop"` counts and lists them
+instead; nothing is ever cut), and malformed answers of an engine.
 
     run_stage("generate", Config(samples_per_prompt=8), store, prompts="arith/prompts@1",
         policy="arith/policy@0")
@@ -99,7 +101,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         keeps_adapter = isinstance(options, VllmOptions) and options.lora
         base = (checkpoints.adapter_base if keeps_adapter else base_of)(plan.store, policy)
         setup = replace(setup, base=base)
-        # environments and their template are open meanwhile, if there are any
+        # with [generate.turns], this opens the environments and the template
         with request_maker(plan, writer, setup) as new_requests:
             _sample(config, setup, writer, new_requests, rows, shards)
     metrics, status = shards.summary()

@@ -50,7 +50,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
         sampled_by = f"{sampler.weights[:12]}… ({sampler.ref})" if sampler else "no policy"
         raise LineageError(
             str(rollouts.ref),
-            f"sampled by weights {sampled_by}; proximal logprobs are of those weights, got "
+            f"sampled by weights {sampled_by}; proximal logprobs must be of the same weights, got "
             f"{model.weights[:12]}… ({policy.ref})",
             next=f"give {sampler.ref if sampler else 'the policy that sampled'}",
         )

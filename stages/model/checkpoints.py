@@ -289,8 +289,8 @@ def folder_model_entry(role: str, name: str, folder: Path, *, remembered: bool) 
         role: The model's role, such as "policy".
         name: Its name in the entry.
         folder: The model directory.
-        remembered: If true, cached hashes are enough, as for a plan. For a new manifest pass
-            False, which reads every byte.
+        remembered: If true, hashes cached on this host are enough, as for a plan. A new manifest
+            needs False, which reads every byte.
     """
     return _model_entry(role, name, hash_files(_model_files(folder), remembered=remembered))
 

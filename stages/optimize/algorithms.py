@@ -294,6 +294,7 @@ def find_algorithm(name: str) -> Algorithm:
     row, _ = plugins.load(name, "optimize.algorithm", Algorithm)
     problem = contract.problem_of(row)
     named = [known for known in ALGORITHMS.values() if known.advantage == row.advantage]
+    # An advantage that ships with Quiver keeps its unit and what it needs.
     for known in named[:1]:
         if (known.advantage_of, {*known.needs}) != (row.advantage_of, {*row.needs}):
             problem = problem or (

@@ -79,7 +79,8 @@ def _compare(
 
     `judged` names the number that must be within `audit.max_mean_gap`. It is `mean_gap`. If
     sampling was truncated, it is `mean_excess`, since the remaining tokens had more than the
-    policy's probability. Under penalties it is −`kl_k1`, since a KL is not negative. Raises
+    policy's probability. Under penalties it is −`kl_k1`, the mean of the trainer's
+    logprob less the engine's: it estimates −KL, so it is not above 0 with the right weights. Raises
     NumericError if it is not within.
     """
     limit = objective.config.audit.max_mean_gap

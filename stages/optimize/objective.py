@@ -85,9 +85,9 @@ class Objective:
 
         It is Σ weight · (w · token loss + kl_coef · KL + value_coef · value loss − entropy_coef ·
         entropy) − Σ nll_weight · logprob over the n tokens. w is 1 without proximal logprobs, else
-        the factor of offpolicy.py: `losses.correction`, or 0 for a rejected token. Outside
-        `entropy_share` it is 0. The last term is a mean of its own, over the tokens of the step's
-        good answers (terms.py).
+        the factor of offpolicy.py: `losses.correction`, or 0 for a rejected token. With
+        `entropy_share`, w is 0 for all tokens but those of highest entropy. The last term is a mean
+        of its own, over the tokens of the step's good answers (terms.py).
 
         Args:
             columns: the batch's columns for its n tokens.

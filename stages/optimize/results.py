@@ -43,7 +43,7 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
         trainer.optimizer.zero_grad(set_to_none=True)
         # outside the policy's folder: some file systems keep the name of an unlinked file, which
         # would then be published
-        trainer.gather(writer.room)
+        trainer.gather(writer.resume_folder)
         trainer.policy.set_mode("single")  # the block attention must not enter the saved config
         restore_dropout(model, parent)
         state = optimizer.optimizer_state(trainer.optimizer, model) if config.save_optimizer else {}

@@ -193,7 +193,7 @@ def _load_trainer(
 
     policy = plan.inputs["policy"]
     critic_kind = config.critic if algorithm.has_critic else None
-    # ranks that shard the weights have another trainer, and a loader onto the CPU; others None
+    # ranks that shard the weights have another trainer; `load_on_cpu` is None for all others
     trainer_class, load_on_cpu = trainer_of(config, accelerator)
     load = load_on_cpu or partial(load_model, dtype=torch.float32, device=accelerator.device)
     load_whole = partial(load, policy, base=base_of(plan.store, policy))

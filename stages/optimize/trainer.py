@@ -253,6 +253,7 @@ class Trainer(SavedState):
         cut = self.batch.cut & self.config.bootstrap_length
         if bool(cut.any()):
             sequences, sampled = critic.with_next_state(sequences, cut)
+        # Under this flag the policy puts each token's collision probability in place of entropy.
         self.policy.entropy_is_collision = True
         outputs = self._compute_outputs(self.active, sequences)
         self.policy.entropy_is_collision = False
@@ -314,6 +315,7 @@ class Trainer(SavedState):
         if not active:
             return
         update = {"step": self.step, "epoch": epoch, "minibatch": minibatch}
+        # `accumulate` takes no micro-batches: it makes them itself, from the budget at that moment.
         update |= self.within_memory(
             active, self.batch.sequences, lambda _: self.accumulate(members, active)
         )
@@ -348,7 +350,8 @@ class Trainer(SavedState):
         """Return `passes` of all ranks' micro-batches of rollouts `rows`. If memory runs out, halve
         the budget and call it again, until each rollout has a micro-batch of its own.
 
-        Several ranks fail at once: the others already wait for this one's share of a sum.
+        With several ranks there is no second try: the others already wait for this one's share of
+        a sum, so the error is raised at once.
         """
         while True:
             try:

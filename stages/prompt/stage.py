@@ -1,7 +1,8 @@
 """The prompt stage: the policy's tokenizer renders the user's rows to ids, before any GPU is used.
 
 Refused: rows without a prompt, duplicate group ids, ids outside the vocabulary, and prompts that
-leave no room for the completion (nothing is ever cut). A row's text never becomes a control token
+leave no room for the completion (`overlong = "drop"` drops and counts them instead; no prompt is
+ever shortened). A row's text never becomes a control token
 of the template: it is encoded in other pieces, or refused if that does not help. Every column of
 the source is kept in `columns`. The weights do not matter here: the next policy with the same
 tokenizer reuses the finished prompts.

@@ -5,11 +5,13 @@ Prompts are found through the rollouts' manifest and joined by group_id. The sco
 which run in processes of their own (`pool`), models, which run in this process (`models`), and
 servers, which are asked over HTTP (`servers`).
 
-A row's reward is the weighted sum of the scorers' numbers. A scorer that gives None for a row is
-left out of that row's sum. The reward is null if all scorers gave None, if one of them failed, or
-if the row's episode failed. Only a failed scorer makes a failed row. If more rows fail than
-`max_invalid` allows, the stage ends with RewardError as soon as that is certain; finished shards
-are kept.
+A row's reward is the weighted sum of the scorers' numbers, clipped to `reward_clip`, plus the
+`overlong` penalty. A function scores a batch at once; if it raises, hangs or crashes, each row is
+scored in a call of its own, within `timeout_seconds`, so that only the row at fault fails. A scorer
+that gives None for a row is left out of that row's sum. The reward is null if all scorers gave
+None, if one of them failed, or if the row's episode failed. Only a failed scorer makes a failed
+row. If more rows fail than `max_invalid` allows, the stage ends with RewardError as soon as that is
+certain; finished shards are kept.
 
 `with_fingerprints` fills in the fingerprint of each scorer (of a function, the hash of its file),
 or raises if the config asks for another one. Fingerprints enter the run key, so an edited function
@@ -110,7 +112,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Score the rows that are not scored yet. Raises RewardError if more rows failed than
     `max_invalid` allows, ConfigError if a scorer is not the planned one."""
     config = plan.config
-    with_fingerprints(config, remembered=False)  # these hashes go into a new manifest
+    # Only raises, if a scorer is not the planned one. No cached hash is used, because the planned
+    # fingerprints go into a new manifest.
+    with_fingerprints(config, remembered=False)
     writer = writers["rewards"]
     rollouts = plan.inputs["rollouts"]
     prompts = plan.inputs["prompts"]

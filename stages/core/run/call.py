@@ -108,8 +108,8 @@ class Call:
 class Outcome:
     """The result of a call. `rows` and `metrics` are the manifest's.
 
-    `cached` is true if this call did not commit the version. From `find_outcome`, `seconds` are the
-    manifest's; otherwise they are the time that the call took.
+    `cached` is true if this call did not commit the version; then `seconds` are the manifest's.
+    Otherwise they are the time that the call took.
     """
 
     ref: str

@@ -360,7 +360,7 @@ class Bucket(Storage):
     # -- versions
 
     def publish(
-        self, work: str, token: str, target: str, manifest: bytes, sizes: dict[str, int]
+        self, work: str, worker: str, target: str, manifest: bytes, sizes: dict[str, int]
     ) -> bool:
         there = self.files(work)
         for name, size in sizes.items():

@@ -203,10 +203,10 @@ class Disk:
     # -- versions
 
     def publish(
-        self, work: str, token: str, target: str, manifest: bytes, sizes: dict[str, int]
+        self, work: str, worker: str, target: str, manifest: bytes, sizes: dict[str, int]
     ) -> bool:
         # with a name of its own, no other process writes into the folder or publishes it
-        closed_key = work if work.endswith(f".{token}") else f"{work}.{token}"
+        closed_key = work if work.endswith(f".{worker}") else f"{work}.{worker}"
         closed, folder = self.local(closed_key), self.local(target)
         if not closed.is_dir():
             self.local(work).rename(closed)
@@ -215,7 +215,7 @@ class Disk:
             (closed / name).unlink(missing_ok=True)
         for name, size in sizes.items():
             if name not in there or there[name][0] != size:
-                self._take_back(closed_key.removesuffix(f".{token}"), token)
+                self._take_back(closed_key.removesuffix(f".{worker}"), worker)
                 raise FileNotFoundError(errno.ENOENT, "it was taken away", str(closed / name))
         with replacing(closed / "manifest.json") as file:
             file.write(manifest)
@@ -244,11 +244,11 @@ class Disk:
     def reclaim(self, work: str) -> None:
         self._take_back(work, "[0-9a-f]{12}")
 
-    def _take_back(self, work: str, token: str) -> None:
-        """Move the files of closed folders of `work` back. `token` is a regular expression."""
+    def _take_back(self, work: str, worker: str) -> None:
+        """Move the files of closed folders of `work` back. `worker` is a regular expression."""
         place, _, name = work.rpartition("/")
         for other in self.list(place):
-            if re.fullmatch(rf"{re.escape(name)}\.{token}(\.gone)?", other):
+            if re.fullmatch(rf"{re.escape(name)}\.{worker}(\.gone)?", other):
                 taken = self.local(f"{place}/{other.removesuffix('.gone')}.gone")
                 # a second process that reclaims finds nothing to rename
                 with contextlib.suppress(FileNotFoundError):

@@ -215,14 +215,16 @@ class Leases:
         return [holder for holder in holders if holder.owner.is_visible or not is_silent]
 
     def seconds_seen(self, name: str) -> float:
-        """Return for how many seconds this process has observed the current holder."""
+        """Return for how many seconds this process has observed the current holder, renewals or
+        not."""
         holder = self.holder(name)
         if holder is None:
             return 0.0
         return self._seconds_unchanged(f"holder of {name}", holder.token)
 
     def _seconds_unchanged(self, what: str, state: object) -> float:
-        """Return for how many seconds this process has observed `what` in this state."""
+        """Return for how many seconds this process has observed `what` in this state. A holder
+        changes when another process takes the lease, a link with each renewal too."""
         seen = self._seen.get(what)
         if seen is None or seen[0] != state:
             seen = self._seen[what] = (state, time.monotonic())

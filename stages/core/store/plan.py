@@ -42,7 +42,8 @@ class Plan:
     if_number_taken: str = ""
     """Error message if another version has that number."""
     already_made: Version | None = None
-    """A version that answers the call without any work, even with another run key."""
+    """A version that answers the call without any work, even with another run key (reward: a retry
+    with no row left to score)."""
     patience_seconds: float | None = None
     """Seconds that an idle process waits for another's shard, if the work is shared."""
 
@@ -78,8 +79,8 @@ class Plan:
         return self.attempt_at(self.kinds[-1], self.listing)
 
     def attempt_at(self, kind: str, listing: Listing) -> int:
-        """Return the number of versions of one kind with this run key, or more if a user deleted
-        one and a later one has its files in `.data`."""
+        """Return a number whose folders no version of this kind uses: the number of versions with
+        this run key, or more if a user deleted one and a later one has its files in `.data`."""
         numbers = listing.find(self.run_key)
         attempts = [len(numbers)]
         for number in numbers:

@@ -37,8 +37,9 @@ class Storage(Protocol):
     url: str
     """The folder or URL, as `--store` names it."""
     data_folder: str
-    """Folder of a kind in which shards and policies are written before they are published. `.work`
-    on a disk: `publish` moves them into the version's folder. `.data` in a bucket: they stay."""
+    """Name of the folder, below each kind, in which shards and policies are written before they are
+    published. `.work` on a disk: `publish` moves them into the version's folder. `.data` in a
+    bucket: they stay."""
     is_foreign: bool
     """True if another user presumably wrote the store, so its files are parsed with care."""
 
@@ -124,7 +125,7 @@ class Storage(Protocol):
     # -- versions
 
     def publish(
-        self, work: str, token: str, target: str, manifest: bytes, sizes: dict[str, int]
+        self, work: str, worker: str, target: str, manifest: bytes, sizes: dict[str, int]
     ) -> bool:
         """Make the objects below `work`, with this manifest, visible as the version `target`.
 
@@ -132,22 +133,22 @@ class Storage(Protocol):
         manifest, if it is absent.
 
         Args:
-            work: prefix in `data_folder`. A policy's ends in its token: `KEY.0.TOKEN`.
-            token: names this process.
+            work: prefix in `data_folder`. A policy's ends in the worker: `KEY.0.WORKER`.
+            worker: names this process.
             sizes: bytes of the files that it must have, by name.
 
         Returns:
-            False if `target` is taken; the same call with another target goes on.
+            False if `target` is taken: call again with another target.
 
         Raises:
             FileNotFoundError: another process took the folder or its files away.
-            OutcomeUnknownError: the version may be visible, and may not stay.
+            OutcomeUnknownError: the version may be visible, but a power loss may undo it.
         """
         ...
 
     def reclaim(self, work: str) -> None:
-        """Take back what a process left that died, or sleeps, while it published `work`. From now
-        on it cannot publish it any more."""
+        """Take back what a process left that died, or sleeps, while it published `work`. A process
+        that wakes in the middle of publishing then fails."""
         ...
 
 

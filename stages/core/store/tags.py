@@ -115,8 +115,8 @@ class Tag:
                 return entry
 
     def undo(self, entry: Entry) -> None:
-        """Point the tag back at what it pointed at before `entry`, its newest one; a tag that did
-        not exist before stays."""
+        """Point the tag back at what it pointed at before `entry`, its newest one. If `entry` is
+        its only one, it stays, and gc keeps the version."""
         earlier = self.history()[:-1]
         if earlier:
             before = earlier[-1]
@@ -179,6 +179,7 @@ def previous(entries: Iterable[Entry]) -> str | None:
     >>> previous(Entry(at="", before=before, ref=ref) for before, ref in moves)
     'a'
     """
+    # the versions that the tag would go back through, the present one last
     line: list[str] = []
     for entry in entries:
         if not line and entry.before:

@@ -16,7 +16,12 @@ Only data are deleted, never a manifest, and a mark says so first.
 
 Reading checks size and sha256 before it parses, and maps files into memory. There are no silent
 fallbacks: if the newest version is torn, `latest` is an error. Of a version that expired or was
-removed, only the manifest can be read. Writing is in `writer`, deleting in `retention`.
+removed, only the manifest and small files that plans need can be read.
+
+`quiver gc` marks a version first, and deletes its data after a grace time, 24 hours by default. A
+process that opened the version before reads on until then; after it, reading is a LineageError
+with code E-EXPIRED, which says how to make the version again. Writing is in `writer`, deleting in
+`retention`.
 
     store = Store("store")
     rollouts = store.open("arith/rollouts@latest")
@@ -119,8 +124,8 @@ class VersionFiles:
             raise self._version.missing(name) from None
 
     def sizes(self) -> dict[str, int]:
-        """Return the actual size in bytes of each file that is there, listed or not, by name; but
-        for what a collection has begun to delete, in `….gone` (see `disk`)."""
+        """Return the actual size in bytes of each file that is there, listed or not, by name,
+        without those that gc is deleting, in `….gone` (see `disk`)."""
         files = self._storage.files(self._prefix)
         return {name: size for name, (size, _) in files.items() if ".gone/" not in name}
 
@@ -132,7 +137,7 @@ class Version:
         self.ref = ref
         self.files = VersionFiles(self, storage)
         self.mark = mark
-        """Set if it expired: only its manifest can be read."""
+        """Set if it expired: only its manifest and the files kept in the mark can be read."""
         self._storage = storage
         self._checked: set[str] = set()
 
@@ -185,9 +190,11 @@ class Version:
             if entry.name not in self._checked
         ]
         state = [entry for entry in unchecked if entry.name.startswith(f"{OPTIMIZER_FOLDER}/")]
-        for entry in state[:1] or unchecked[:1]:  # a mark covers all of it, or none
+        if unchecked:
+            # a mark covers all optimizer state, or none of it
+            first = (state or unchecked)[0]
             try:
-                self.require(entry.name)
+                self.require(first.name)
             except LineageError:
                 if names or self.mark:
                     raise
@@ -382,7 +389,7 @@ class Store:
 
     def numbers(self, run: str, kind: str) -> list[int]:
         """Return the version numbers of one kind in one run, oldest first. A version that was made
-        again stands in this order where the first one stood."""
+        again counts as old as the first one."""
         return self.listing(run, kind).visible(expired=self.sees_expired)
 
     def listing(self, run: str, kind: str) -> Listing:
@@ -412,8 +419,8 @@ class Store:
     def resolve(self, ref: str | Ref, run: str | None = None) -> Ref:
         """Return the reference with its number.
 
-        `latest` is the newest version; a tag stands for the version it points at. A version that
-        expired or was removed stands for the one with the same content that was made again.
+        `latest` is the newest version; a tag stands for the version it points at. A reference to a
+        version that expired or was removed gives its repeat with the same content, if there is one.
 
         Raises:
             LineageError: there is no such version, its data expired, or the tag's version was
@@ -457,8 +464,8 @@ class Store:
     def _expired(self, ref: Ref) -> Mark | None:
         """Return the mark of a version that expired.
 
-        If a tag points at it, it did not expire: the tag was moved to it right before the mark, and
-        its data stay.
+        If a tag points at it, it did not expire, and its data stay: the tag was moved to it right
+        before the mark. gc looks for tags again after it made a mark, and takes this one back.
         """
         mark = marks.read(self.storage, ref, EXPIRED)
         if mark and any(self.tagged(ref.run, name) == str(ref) for name in self.tag_names(ref.run)):
@@ -503,7 +510,7 @@ class Store:
 
         Args:
             skip: ignore this many versions with this run key, the oldest ones.
-            listing: the versions at the moment to look at. Default: now.
+            listing: an earlier listing to search. Default: a new one.
         """
         listing = listing or self.listing(run, kind)
         numbers = set(listing.find(run_key)[skip:])

@@ -95,8 +95,8 @@ ROWS_AT_ONCE = 2048
 """Least rows per shard when the whole table is in memory. It is larger, because each shard costs
 two flushes: of its file, and of its note."""
 MOST_SHARDS = 256
-"""Most shards of a version whose shards grow with its rows. So a crash costs a process at most
-1/256 of a large version a shard, and 256 processes can share it."""
+"""Most shards of a version whose shards grow with its rows. So each shard that a crash costs is at
+most 1/256 of a large version, and 256 processes can share the work."""
 _JOIN_SECONDS = 10.0
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,15 @@ def shard_rows(rows: int, least: int = ROWS_PER_SHARD) -> int:
 
 
 class Writer:
-    """Stages and commits one version of one kind."""
+    """Stages and commits one version of one kind.
+
+    Its unfinished work lies in four places (KEY.0 is the run key and the attempt's number):
+
+        .work/KEY.0.notes/      one note per finished shard; `.leases/` beside it has the leases
+        .work/KEY.0/            the shards, on a disk; .data/KEY.0/ in a bucket
+        .work/KEY.0.WORKER/     the files of a policy, of one process (`folder`); .data/… likewise
+        .work/KEY.0.resume/     files that only a later attempt needs, such as a saved training
+    """
 
     def __init__(self, plan: Plan, kind: str, worker: str, *, force: bool) -> None:
         self.kind = kind
@@ -154,7 +162,7 @@ class Writer:
         return self._storage.folder(self._files)
 
     @property
-    def room(self) -> Path:
+    def resume_folder(self) -> Path:
         """Folder on this host for files that are needed only while the work is done."""
         return self._storage.folder(f"{self.work}.resume")
 
@@ -207,7 +215,9 @@ class Writer:
     def rows_per_shard(self, rows: int) -> int:
         """Return the rows per shard: `rows`, unless existing shards were begun with another number.
 
-        Those may come from an earlier attempt or from another process.
+        Those may come from an earlier attempt or from another process. The note `cut` holds the
+        number; if it is missing, nobody knows which rows the finished shards hold, and they are
+        dropped.
         """
         fields = {"rows_per_shard": rows}
         with storage_errors(self._name):
@@ -451,8 +461,9 @@ class Writer:
                 number = self._next_number(listing)
                 if self.is_committed(listing):
                     raise CommittedByOther
-                # in `.data`, they may be those of a version that another process, which shared
-                # the work, published while this one slept, and that was removed since
+                # In a bucket, a process that shared the work may have published these very files
+                # while this one slept, and its version may have been removed since. A second
+                # version must not name files that gc is about to delete.
                 is_new = listing.given != self._before.given
                 for same in listing.find(self.run_key) if is_new else ():
                     ref = Ref(self.run, self.kind, same)
@@ -540,8 +551,9 @@ class Staging:
         if self.lease is None:
             raise self._busy(self.leases.holder("work"))
         try:
-            for holder in self.leases.workers().values():
-                raise self._busy(holder, ", and shares it with others")
+            sharers = list(self.leases.workers().values())
+            if sharers:
+                raise self._busy(sharers[0], ", and shares it with others")
             for writer in self.writers.values():
                 writer.shards = SoleShards(writer)
                 # half a checkpoint is not worth keeping, nor the tables that are made with it

@@ -76,8 +76,8 @@ class Sequences:
 
     def sizes(self, prompt_numbers: Sequence[int]) -> tuple[int, int, float]:
         """Return the tokens of a pass that reads each prompt once, the tokens of the longest
-        rollout, and the keys per token that attention gathers: each rollout has its prompt's
-        beside its own."""
+        rollout, and the mean number of keys per token that attention gathers: each token is a key
+        once, and a prompt's tokens once more for each of its rollouts."""
         prompts = self.prompts.lengths
         read_once = dict(zip(prompt_numbers, prompts.tolist(), strict=True))
         tokens = sum(read_once.values()) + int(self.input_lengths.sum())
@@ -153,7 +153,8 @@ class Block:
             key_numbers = torch.arange(num_keys, device=self.keys.device)
             query_numbers = torch.arange(self.queries.shape[1], device=self.keys.device)
             last_seen = self.prefix_lengths[:, None] + query_numbers
-            # padding that sees no key would have NaN as its gradient, and 0 · NaN is NaN
+            # with a window, a padding query past the last key would see no key: its gradient would
+            # be NaN, and 0 · NaN is NaN
             last_seen = last_seen.clamp(max=num_keys - 1)[..., None]
             visible = key_numbers <= last_seen
             if window is not None:
