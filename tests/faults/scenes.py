@@ -240,7 +240,8 @@ def cleaning(path: Path, seed: int) -> Iterator[Acknowledged]:
         pass
     for number in (1, 2, 3):
         yield "gone", f"a/logprobs@{number}"
-    assert not (path / "a/policy/v000001/optimizer").exists()
+    # a power loss may bring back the folder's name, without its files
+    assert not any((path / "a/policy/v000001/optimizer").rglob("*"))
 
 
 def three_and_a_policy(path: Path, seed: int) -> None:
