@@ -34,7 +34,6 @@ from quiver.stages.core.store.writer import open_staging
 from quiver.stages.generate.prompts import select_prompts
 from quiver.stages.generate.texts import Texts
 from quiver.stages.model import checkpoints, small
-from quiver.stages.optimize.classifier import find_classifier
 from quiver.stages.prompt import stage as prompt_stage
 from quiver.stages.prompt.config import Config as PromptConfig
 from quiver.stages.prompt.order import choose
@@ -46,6 +45,7 @@ from quiver.stages.reward.preview import preview, refusals
 from quiver.stages.reward.stage import Config as RewardConfig
 from quiver.stages.turns.statistics import first_failure
 
+from .preflight import check_base
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def first_rows(
         def open_there(ref: str) -> Version:
             return Store(recipe.store, create=False).open(ref)  # It may not exist yet.
 
-        find_classifier(recipe.optimize_config(), open_there, policy)  # Only raises.
+        check_base(recipe, open_there, policy)
         prompts = {}
         for section, source in sources.items():
             prompts[section] = _made("prompt", source.first, store, policy=policy)

@@ -10,6 +10,7 @@ Not of the spine: only prompts with pictures or clips need it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,9 +85,15 @@ class Processor:
         Raises:
             ConfigError: About `name`: `ids` do not have one placeholder for each of `contents`.
         """
+        for modality in contents.keys() - self.placeholder_ids.keys():
+            raise ConfigError(
+                name,
+                f"{self.name} reads no {WORDS[modality]}s",
+                next="take a model that does, or leave them out",
+            )
         expanded: list[int] = []
         spans = []
-        modalities = {self.placeholder_ids.get(modality): modality for modality in contents}
+        modalities = {self.placeholder_ids[modality]: modality for modality in contents}
         unread = {modality: list(files) for modality, files in contents.items()}
         shown = Counter(modalities[id] for id in ids if id in modalities)
         for modality, files in contents.items():
@@ -96,7 +103,7 @@ class Processor:
                     f"its ids have the placeholders of {shown[modality]} {WORDS[modality]}s, and "
                     f"there are {len(files)}",
                     next="set prompt.template to one that shows each part of type "
-                    f"{modality}, or give one id {self.placeholder_ids.get(modality)} for each",
+                    f"{modality}, or give one id {self.placeholder_ids[modality]} for each",
                 )
         for id in ids:
             if id not in modalities:
@@ -116,7 +123,9 @@ class Processor:
     @property
     def most_seconds(self) -> float:
         """Length of the longest clip that it does not cut."""
-        extractor = self._processor.feature_extractor
+        extractor = getattr(self._processor, "feature_extractor", None)
+        if extractor is None:
+            return math.inf
         return getattr(self._processor, "max_audio_len", extractor.chunk_length)
 
     def open(self, modality: str, content: bytes) -> Any:

@@ -16,10 +16,10 @@ from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 from quiver.stages.model.media.dataset import load_media
 from quiver.stages.turns.environment import (
+    files_in,
     for_people,
-    pictures_in,
     read_answer,
-    read_images,
+    read_media,
     read_messages,
     read_step,
 )
@@ -385,12 +385,12 @@ def picture(mode: str) -> Image.Image:
 def test_what_a_tool_may_return(returned, content, count):
     message = read_answer(returned)
     assert message["content"] == content
-    shown = pictures_in([message])
+    shown = files_in([message]).get("image", [])
     assert len(shown) == count and all(sight.decode(each) for each in shown)
 
 
 def test_people_are_told_the_beginning_of_a_pictures_own_hash():
-    message = {"role": "user", "content": "x", "images": read_images([b"bytes"])}
+    message = {"role": "user", "content": "x", "images": read_media("image", [b"bytes"])}
     assert for_people([message]) == f"[picture {hashlib.sha256(b'bytes').hexdigest()[:12]}]\nx"
     with pytest.raises(ValueError, match="images are ndarray, expected a list"):
-        read_images(np.zeros((2, 2, 3), np.uint8))
+        read_media("image", np.zeros((2, 2, 3), np.uint8))
