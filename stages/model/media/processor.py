@@ -23,7 +23,13 @@ from quiver.schemas.errors import ConfigError
 from quiver.schemas.prompts import MEDIA
 from quiver.stages.core.store import Version
 from quiver.stages.model import checkpoints
-from quiver.stages.model.families import HEARING, OTHER_AXES, THREE_AXES, load_folders_processor
+from quiver.stages.model.families import (
+    HEARING,
+    OTHER_AXES,
+    THREE_AXES,
+    GridProcessor,
+    load_folders_processor,
+)
 from quiver.stages.model.folder import load_errors
 from quiver.stages.model.media import WORDS
 from quiver.stages.model.media.decoder import open_clip, open_image
@@ -116,7 +122,16 @@ class Processor:
                     f"a {WORDS[modalities[id]]} is too short: {self.name} makes no feature of it",
                     next="take the row out of the source",
                 )
-            spans.append(Span(modalities[id], len(expanded), len(seen.ids)))
+            start = len(expanded)
+            is_adjacent = bool(spans) and spans[-1].start + spans[-1].length == start
+            if is_adjacent and isinstance(self._processor, GridProcessor):
+                raise ConfigError(
+                    name,
+                    "two of its pictures have no id between them, by which models with positions "
+                    "of three axes tell pictures apart",
+                    next="put the model's marks of pictures, or a text, between them",
+                )
+            spans.append(Span(modalities[id], start, len(seen.ids)))
             expanded += seen.ids.tolist()
         return expanded, spans
 
@@ -182,7 +197,15 @@ def load_processor(version: Version, *modalities: str) -> Processor:
 
 def require_senses(name: str, policy: Version, modalities: Iterable[str]) -> None:
     """Raise ConfigError about `name` unless the policy reads media of these modalities."""
-    missing = set(modalities) - set(checkpoints.modalities(policy))
+    asked = set(modalities)
+    missing = asked - set(checkpoints.modalities(policy))
+    if missing and len(asked) > 1:
+        raise ConfigError(
+            name,
+            f"{policy.ref} does not read both pictures and clips, and no model type that is known "
+            "here does",
+            next="leave data.images and max_images out, or data.audio and max_audio",
+        )
     if "image" in missing:
         raise ConfigError(
             name,
