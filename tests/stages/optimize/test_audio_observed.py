@@ -17,7 +17,8 @@ from quiver.stages.model.media.decoder import open_clip
 from quiver.stages.turns.environment import files_in, for_people, read_answer, read_media
 from quiver.stages.turns.reenact import reenact
 from tests import episodes, sight, sound
-from tests.stages.optimize.test_images_observed import OPTIMIZE, SAMPLING
+from tests.shown import OPTIMIZE
+from tests.stages.optimize.test_images_observed import SAMPLING
 from tests.tiny import make_policy
 from tests.writing import run_here
 

@@ -25,6 +25,7 @@ from quiver.stages.turns.environment import (
 )
 from quiver.stages.turns.reenact import reenact
 from tests import sight
+from tests.shown import OPTIMIZE
 from tests.tiny import make_policy
 from tests.writing import begin, run_here
 
@@ -60,13 +61,6 @@ ROWS = [
 ]
 # what ends a turn stands in most texts of random weights
 SAMPLING = {"max_tokens": 6, "temperature": 0.9, "stop_token_ids": [*range(100, 300)]}
-OPTIMIZE = {
-    "algorithm": "grpo",
-    "precision": "fp32",
-    "learning_rate": 1e-3,
-    "drop_zero_variance": False,
-    "device": "cpu",
-}
 
 
 def episodes_of(folder, kind="idefics3", game=GAME, rows=ROWS, **turns):
