@@ -135,8 +135,8 @@ class SourceConfig(Base):
         return self
 
 
-class TemplateConfig(MediaLimits):
-    """Rendering of rows to token ids, and the limits of a prompt."""
+class TextConfig(Base):
+    """Rendering of rows to token ids, and the limits of a prompt's text."""
 
     system: str | None = None
     """System message put before chats that do not begin with their own."""
@@ -155,6 +155,10 @@ class TemplateConfig(MediaLimits):
     listed in the manifest."""
     template_seconds: Runtime[float] = Field(default=10.0, gt=0)
     """Maximum seconds that the template may take for one prompt."""
+
+
+class TemplateConfig(MediaLimits, TextConfig):
+    """Rendering of rows to token ids, and the limits of a prompt."""
 
 
 class Config(SourceConfig, TemplateConfig):

@@ -40,7 +40,7 @@ class Turns(EnvironmentConfig):
     prompt's pictures. One more ends the episode; with 0 it is an error of the environment. Each
     picture must fit into max_observation_tokens."""
     max_audio: int = Field(default=0, ge=0)
-    """The same for clips."""
+    """Maximum clips that they may play in an episode; the rest is as for max_images."""
     step_seconds: float = Field(default=60.0, gt=0)
     """Maximum seconds for one answer of the environment, including the time to read it; a slower
     answer ends the episode."""
