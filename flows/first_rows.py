@@ -241,7 +241,7 @@ def first_rows(
         policy = small.import_without_weights(recipe.policy, store, recipe.run, folder)
 
         def open_there(ref: str) -> Version:
-            return Store(recipe.store, create=False).open(ref)  # It may not exist yet.
+            return Store(recipe.store, create=False).with_expired().open(ref)  # It may not exist.
 
         check_base(recipe, open_there, policy)
         prompts = {}
