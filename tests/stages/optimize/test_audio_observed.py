@@ -130,7 +130,7 @@ def test_the_engines_logprobs_are_transformers_own(saved):
         own = [float(table[place - 1, ids[place]]) for place in places]
         np.testing.assert_allclose(own, row["old_logprobs"], atol=3e-5)
         num_compared += len(own)
-    assert num_compared > 40
+    assert num_compared > 30
 
 
 @pytest.mark.parametrize("packing", ["shared", "packed", "single"])
@@ -138,7 +138,7 @@ def test_the_trainer_hears_what_the_engine_heard(saved, packing):
     store, rollouts, _ = saved
     metrics = trained(store, rollouts, packing, packing=packing)
     assert metrics["packing"] == packing
-    assert metrics["audit"]["max_gap"] < 1e-5 and metrics["audit"]["rollouts"] == 9
+    assert metrics["audit"]["max_gap"] < 1e-5 and metrics["audit"]["rollouts"] > 4
 
 
 def test_another_clip_is_another_answer(saved, tmp_path):
