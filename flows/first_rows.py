@@ -34,7 +34,6 @@ from quiver.stages.core.store.writer import open_staging
 from quiver.stages.generate.prompts import select_prompts
 from quiver.stages.generate.texts import Texts
 from quiver.stages.model import checkpoints, small
-from quiver.stages.optimize.classifier import find_classifier
 from quiver.stages.prompt import stage as prompt_stage
 from quiver.stages.prompt.config import Config as PromptConfig
 from quiver.stages.prompt.order import choose
@@ -46,6 +45,7 @@ from quiver.stages.reward.preview import preview, refusals
 from quiver.stages.reward.stage import Config as RewardConfig
 from quiver.stages.turns.statistics import first_failure
 
+from .preflight import check_base
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -241,9 +241,9 @@ def first_rows(
         policy = small.import_without_weights(recipe.policy, store, recipe.run, folder)
 
         def open_there(ref: str) -> Version:
-            return Store(recipe.store, create=False).open(ref)  # It may not exist yet.
+            return Store(recipe.store, create=False).with_expired().open(ref)  # It may not exist.
 
-        find_classifier(recipe.optimize_config(), open_there, policy)  # Only raises.
+        check_base(recipe, open_there, policy)
         prompts = {}
         for section, source in sources.items():
             prompts[section] = _made("prompt", source.first, store, policy=policy)

@@ -43,12 +43,12 @@ from quiver.stages.core.config import Config
 from quiver.stages.core.run.call import Outcome
 from quiver.stages.core.store import Store
 from quiver.stages.logprobs.config import Config as LogprobsConfig
-from quiver.stages.optimize.classifier import find_classifier
 from quiver.stages.reward.stage import with_fingerprints
 
 from .calls import check_stages, perform
 from .evaluation import measure, printed_evaluation
 from .look.pages import Curve, link_report
+from .preflight import check_base
 from .recipe import Recipe
 from .retention import clean_up
 from .rounds import Iteration, Round, choose_kl_reference, fill_up, proximal_config
@@ -180,7 +180,7 @@ class Chain:
         """Import the base model as policy@0.
 
         Raises ConfigError before the import if code or a reward model is missing, or if this
-        machine cannot train; after it, if the critic cannot start from `optimize.critic_from`.
+        machine cannot train; after it as `check_base` does.
         """
 
         recipe = self.recipe
@@ -191,7 +191,7 @@ class Chain:
 
         base = perform("policy", recipe.policy, {}, label="import policy", before=check).ref
         store = Store(recipe.store).with_expired()
-        find_classifier(recipe.optimize_config(), store.open, store.open(base))  # only raises
+        check_base(recipe, store.open, store.open(base))
         return base
 
     def make_prompts(

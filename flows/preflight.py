@@ -13,7 +13,7 @@ import errno
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,13 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.places import is_url, locate, open_storage
 from quiver.stages.generate.engine import code_hash, engine_options
 from quiver.stages.generate.options import VllmServerOptions
+from quiver.stages.logprobs.stage import require_same_tokens
 from quiver.stages.model.chat.template import read_template
-from quiver.stages.model.checkpoints import PolicyConfig
+from quiver.stages.model.checkpoints import PolicyConfig, model_entry
 from quiver.stages.model.devices import engine_gpus
 from quiver.stages.model.from_function import is_function
 from quiver.stages.optimize.checks import refuse_scripted
+from quiver.stages.optimize.classifier import find_classifier
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.turns import ENVIRONMENT
 
@@ -100,6 +102,35 @@ def preflight(recipe: Recipe) -> Recipe:
     for columns in resolved.columns.values():
         preview(resolved.reward, [*columns, *resolved.offered_columns])
     return resolved
+
+
+def check_base(recipe: Recipe, open: Callable[[str], Version], policy: Version) -> None:
+    """Check that a recipe can train its base model, before rollouts are paid for.
+
+    No weights are read.
+
+    Args:
+        recipe: The recipe.
+        open: Opens a version of its store.
+        policy: The base model.
+
+    Raises:
+        ConfigError: If adapters or the critic do not fit it.
+        LineageError: If the KL term's reference reads other tokens.
+    """
+    config = recipe.optimize_config()
+    find_classifier(config, open, policy)
+    if config.lora and trains_here(recipe.placement):
+        from quiver.stages.optimize.lora import require_layers
+
+        require_layers(config.lora, policy)
+    named = recipe.kl_reference() if config.kl_coef > 0 else None
+    if named not in (None, f"{recipe.run}/policy@0"):
+        sampler = model_entry("policy", policy)
+        reference = open(named)
+        if reference.mark is None:  # An expired reference has no tokenizer left.
+            config = recipe.logprobs.for_role("ref")
+            require_same_tokens(config, sampler, lambda _: policy, reference)
 
 
 def check_demands(recipe: Recipe) -> None:

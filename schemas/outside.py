@@ -25,6 +25,8 @@ Message = dict[str, Any]
 """`role` and `content`; `name`, `tool_call_id`, `tool_calls` and `reasoning_content` if given."""
 MORE = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Members that a message may have beside role and content."""
+MEDIA = {"image": "images", "audio": "audio"}
+"""For each modality, the column or member with files."""
 CHARACTERS_OF_TOKEN = 128
 """Most characters per token: longer tokens are runs of white space alone.
 
@@ -250,7 +252,8 @@ def read_text(given: Any, place: str) -> str:
 
 
 def count_characters(given: Any) -> int:
-    """Count the characters of all texts in plain content; pictures have none."""
+    """Count the characters of all texts in plain content; pictures and clips have none."""
+    media = MEDIA.values()
     waiting = [given]
     count = 0
     while waiting:
@@ -260,7 +263,7 @@ def count_characters(given: Any) -> int:
         elif isinstance(member, list):
             waiting += member
         elif isinstance(member, Mapping):
-            waiting += [below for key, below in member.items() if key != "images"]
+            waiting += [below for key, below in member.items() if key not in media]
     return count
 
 

@@ -49,6 +49,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from . import fields, outside
+from .outside import MEDIA
 
 MESSAGES = pa.list_(fields.required("item", pa.struct([fields.ROLE, fields.CONTENT])))
 SCHEMA = fields.kind_schema(
@@ -70,8 +71,6 @@ _MORE = [pa.field(name, pa.string()) for name in outside.MORE]
 MESSAGES_WITH_MORE = pa.list_(
     fields.required("item", pa.struct([fields.ROLE, fields.CONTENT, *_MORE]))
 )
-MEDIA = {"image": "images", "audio": "audio"}
-"""For each modality, the column with a prompt's files."""
 _FILE = pa.struct({"bytes": pa.binary(), "path": pa.string()})
 _SPAN = pa.struct(
     [

@@ -1,4 +1,4 @@
-"""rollouts/1, /2 and /3: the policy's answers, token by token, with their sampling probabilities.
+"""rollouts/1 to /4: the policy's answers, token by token, with their sampling probabilities.
 
 | column | type | meaning |
 |---|---|---|
@@ -56,12 +56,16 @@ one more column:
 | turn | int32 | the turn whose `observation_ids` contain it, from 0 |
 | start, length | int32 | position of its ids there |
 | bytes | binary | a PNG, JPEG or WebP |
+
+rollouts/4 are episodes in which it may also play clips. They have one more column, `audio`, of the
+same form as `images`, with the bytes of a WAV, FLAC or MP3.
 """
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from . import fields
+from .outside import MEDIA
 
 FINISH_REASONS = ("stop", "length", "abort")
 END_REASONS = (
@@ -72,6 +76,7 @@ END_REASONS = (
     "context",
     "max_tool_calls",
     "max_images",
+    "max_audio",
     "parse_error",
     "timeout",
     "environment_error",
@@ -118,16 +123,15 @@ OF_TURNS = fields.kind_schema(
         fields.required("end_reason", pa.string()),
     ],
 )
-_IMAGE = [
+_OBSERVED_FILE = [
     *(fields.required(name, pa.int32()) for name in ("turn", "start", "length")),
     fields.required("bytes", pa.binary()),
 ]
-OF_PICTURES = fields.kind_schema(
-    "rollouts/3",
-    [*OF_TURNS, pa.field("images", pa.list_(fields.required("item", pa.struct(_IMAGE))))],
-)
-SCHEMAS = fields.by_name(SCHEMA, OF_TURNS, OF_PICTURES)
-OF_EPISODES = tuple(map(fields.kind_of, (OF_TURNS, OF_PICTURES)))
+_OBSERVED_FILES = pa.list_(fields.required("item", pa.struct(_OBSERVED_FILE)))
+OF_PICTURES = fields.kind_schema("rollouts/3", [*OF_TURNS, pa.field("images", _OBSERVED_FILES)])
+OF_CLIPS = fields.kind_schema("rollouts/4", [*OF_PICTURES, pa.field("audio", _OBSERVED_FILES)])
+SCHEMAS = fields.by_name(SCHEMA, OF_TURNS, OF_PICTURES, OF_CLIPS)
+OF_EPISODES = tuple(map(fields.kind_of, (OF_TURNS, OF_PICTURES, OF_CLIPS)))
 """Names of the schemas that have turns."""
 
 
@@ -140,7 +144,7 @@ def check(table: pa.Table) -> pa.Schema:
     has_turns = not {"turns", "end_reason"}.isdisjoint(table.column_names)
     schema = OF_TURNS if has_turns else SCHEMA
     if has_turns and "images" in table.column_names:
-        schema = OF_PICTURES
+        schema = OF_CLIPS if "audio" in table.column_names else OF_PICTURES
     fields.compare(table, schema, unique="rollout_id")
     fields.require_same_lengths(table, schema, "completion_ids", "old_logprobs")
     fields.require_logprobs(table, schema, "old_logprobs")
@@ -157,26 +161,27 @@ def check(table: pa.Table) -> pa.Schema:
     if has_turns:
         fields.require_among(table, schema, "end_reason", END_REASONS)
         _check_turns(table)
-    if schema is OF_PICTURES:
-        _check_images(table)
+    for column in MEDIA.values():
+        if column in schema.names:
+            _check_observed(table, column, schema)
     return schema
 
 
-def _check_images(table: pa.Table) -> None:
-    """Raise SchemaError unless each picture's ids are inside an observation of its own rollout."""
-    for row, images in enumerate(table["images"]):
-        if not images.is_valid:
+def _check_observed(table: pa.Table, column: str, schema: pa.Schema) -> None:
+    """Raise SchemaError unless each file's ids are inside an observation of its own rollout."""
+    for row, files in enumerate(table[column]):
+        if not files.is_valid:
             continue
         turns = table["turns"][row]
         for turn, start, length in zip(
-            *(images.values.field(name).to_pylist() for name in ("turn", "start", "length")),
+            *(files.values.field(name).to_pylist() for name in ("turn", "start", "length")),
             strict=True,
         ):
             has_turn = 0 <= turn < len(turns)
             room = len(turns[turn]["observation_ids"]) if has_turn else 0
             if not (start >= 0 and length >= 1 and start + length <= room):
-                problem = f"row {row}: no ids of a picture at {start} of its turn {turn}"
-                raise fields.fail(OF_PICTURES, problem)
+                problem = f"row {row}: {column} has no ids at {start} of its turn {turn}"
+                raise fields.fail(schema, problem)
 
 
 def _check_turns(table: pa.Table) -> None:

@@ -18,8 +18,10 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import printable, quoted_name
+from quiver.schemas.outside import MEDIA
 from quiver.schemas.plain import read_json
 from quiver.stages.core.store import Version
+from quiver.stages.model.media import WORDS
 from quiver.stages.turns.statistics import FAILURE_INFO, FAILURES, measure, read_calls
 
 from .shards import schema_of
@@ -29,8 +31,8 @@ MOST_BYTES = 256 * 1024 * 1024
 """Bytes read of a version to count its episodes, from its first shards."""
 FEW_BYTES = 12 * 1024 * 1024
 """The same limit when many versions are read."""
-MOST_PICTURES = 8
-"""Pictures shown of one prompt, and clips."""
+MOST_FILES = 8
+"""Pictures drawn of one prompt or observation, and clips played."""
 _LAST = 3
 """Turns shown from the end of a long episode."""
 
@@ -45,6 +47,8 @@ class Piece(NamedTuple):
     text: str
     turn: int | None = None
     """Index of the turn that it belongs to."""
+    file: Mapping[str, Any] | None = None
+    """The picture or clip, as in prompts/2, if it is to be drawn or played."""
 
 
 # -- one rollout
@@ -56,8 +60,7 @@ def pieces_of(row: Mapping[str, Any], most_turns: int | None = None) -> list[Pie
     asked = (row.get("prompt"), row.get("reference"))
     columns = {k: text for k, text in (row.get("columns") or {}).items() if text not in asked}
     pieces = [Piece("field", "prompt", row.get("prompt"))]
-    pieces += [Piece("picture", "picture", picture_line(image)) for image in row.get("images", ())]
-    pieces += [Piece("picture", "clip", clip_line(clip)) for clip in row.get("audio", ())]
+    pieces += pieces_of_files(row)
     pieces += [Piece("field", "reference", row.get("reference"))]
     pieces += [Piece("field", "columns", quoted_cells(columns))]
     if "turns" in row:
@@ -79,6 +82,16 @@ def pieces_of(row: Mapping[str, Any], most_turns: int | None = None) -> list[Pie
         dropped = f"dropped: {row['drop_reason']}"
         pieces.append(Piece("field", "advantage", advantage if row["kept"] else dropped))
     return pieces
+
+
+def pieces_of_files(shown: Mapping[str, Any], turn: int | None = None) -> list[Piece]:
+    """Return the pictures and clips of a row's prompt, or of a turn's observation."""
+    lines = {"image": picture_line, "audio": clip_line}
+    return [
+        Piece("picture", WORDS[modality], line(file), turn, file if number < MOST_FILES else None)
+        for modality, line in lines.items()
+        for number, file in enumerate(shown.get(MEDIA[modality]) or ())
+    ]
 
 
 def picture_line(image: Mapping[str, Any]) -> str:
@@ -178,6 +191,7 @@ def pieces_of_turns(row: Mapping[str, Any], most: int | None = None) -> list[Pie
             Piece("policy", "calls", "\n".join(calls), index),
             Piece("error", "parse error", turn["parse_error"] or "", index),
             Piece("observation", "observation", turn["observation"], index),
+            *pieces_of_files(turn, index),
             Piece("note", "info", _as_text(info) if info else "", index),
             Piece("error", "failure", failure, index),
         ]

@@ -131,7 +131,8 @@ class Joined:
             position: Its place in the version.
             (columns of rollouts): All, except the token ids and `old_logprobs`.
             tokens: Number of completion tokens.
-            turns: As `turn_fields` returns them; with rewards/2 also `turn_rewards`.
+            turns: As `turn_fields` returns them, each with the media shown after it; with rewards/2
+                also `turn_rewards`.
             prompt: The last message, or the rendered prompt.
             columns: The user's columns.
             reference: The first of `ANSWERS` that is present.
@@ -150,6 +151,10 @@ class Joined:
                 row.pop(name)
             if "turns" in row:
                 row["turns"] = turn_fields(row["turns"])
+                for column in MEDIA.values():
+                    for file in row.pop(column, None) or ():
+                        shown = row["turns"][file["turn"]].setdefault(column, [])
+                        shown.append({"bytes": file["bytes"], "path": None})
         near = positions / max(len(self), 1)
         for kind in ("prompts", "rewards", "evaluations", "advantages"):
             if kind in self.shards:

@@ -114,7 +114,6 @@ _ENVIRONMENT = Environment(
     lstrip_blocks=True,
     keep_trailing_newline=True,
 )
-_ENVIRONMENT.globals["most_pictures"] = episodes.MOST_PICTURES
 _ENVIRONMENT.filters |= {
     "cell": markdown_cell,
     "counted": words.counted,
@@ -122,6 +121,7 @@ _ENVIRONMENT.filters |= {
     "data_url": data_url,
     "ending": episodes.ending,
     "ends": episodes.ends_in_words,
+    "files": episodes.pieces_of_files,
     "foreign": foreign,
     "json": as_json,
     "metric": metric,

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from quiver.stages.generate.engine import Completion, Request
 from quiver.stages.generate.requests import Requests
-from quiver.stages.turns.environment import Message, Step, without_pictures
+from quiver.stages.turns.environment import Message, Step, without_files
 from quiver.stages.turns.episode import Episode, Setting
 from quiver.stages.turns.pool import EnvironmentPool, Reply
 from quiver.stages.turns.saved import Beginning, Played
@@ -181,7 +181,7 @@ class Episodes(Requests):
             return running.playing.is_answered_by(step)
         prompt = running.row // self.rows.config.samples_per_prompt
         opening = self.beginnings[prompt].opening
-        return opening is None or opening == without_pictures(step.observation())
+        return opening is None or opening == without_files(step.observation())
 
     def _hear_of_turn(self, running: _Running, reply: Reply) -> None:
         episode = running.episode

@@ -10,9 +10,9 @@ Without [generate.turns] no environment is opened, and `new_requests` is `Reques
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from typing import Any
 
 from quiver.schemas.errors import ConfigError
@@ -30,7 +30,7 @@ from quiver.stages.model.chat.control_tokens import Guard
 from quiver.stages.model.chat.generation_prompt import learn_markup, reserved_ids
 from quiver.stages.model.chat.messages import read_messages
 from quiver.stages.model.chat.template import Template
-from quiver.stages.model.media.checking import FileCheck, Limits
+from quiver.stages.model.media.checking import FileCheck, MediaLimits
 from quiver.stages.model.media.processor import load_processor
 from quiver.stages.turns.bridge import Bridge
 from quiver.stages.turns.environment_config import EnvironmentConfig
@@ -92,18 +92,14 @@ def request_maker(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable
         **rendering["template_arguments"],
     }
     source = prompts.manifest.metrics["chat_template"]
-    limits = Limits(size=4096 * 4096)
-    # A branch's prompts have none.
-    if "decode_seconds" in rendering:
-        limits = Limits(
-            size=rendering["max_image_pixels"],
-            bytes=rendering["max_image_bytes"],
-            seconds=rendering["decode_seconds"],
-        )
+    processor = load_processor(setup.policy, *turns.most_media) if turns.most_media else None
+    named = {name: rendering[name] for name in MediaLimits.model_fields if name in rendering}
+    limits = parse(MediaLimits, named, f"{prompts.ref} config")
+    most_seconds = processor.most_seconds if processor else math.inf
     with (
         EnvironmentPool(turns) as pool,
         Template(source, variables, rendering["template_seconds"]) as template,
-        closing(FileCheck({"image": limits})) as check,
+        closing(FileCheck(limits.by_modality(most_seconds))) as check,
     ):
         _require_same_tools(prompts, pool.loaded)
         markup = learn_markup(tokenizer, [template.probe], reserved_ids(setup.policy))
@@ -114,27 +110,27 @@ def request_maker(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable
             end_token=guard.decode([setup.stop_ids[0]]) if setup.stop_ids else "",
             tool_role=turns.tool_role,
             tools=pool.loaded.tools,
-            processor=load_processor(setup.policy, "image") if turns.max_images else None,
+            processor=processor,
         )
         histories = bridge.require(turns.rewritten)
-        if turns.max_images:
-            bridge.require_pictures()
+        for modality in turns.most_media:
+            bridge.require_shown(modality)
         writer.report_fields["template"] = [history._asdict() for history in histories]
-        parse = None
+        parse_turn = None
         if pool.loaded.tools:
-            parse = make_parser(
+            parse_turn = make_parser(
                 turns.parser, tokenizer, prefix=bridge.opening, tools=pool.loaded.tools
             )
         setting = Setting(
             limits=turns,
             bridge=bridge,
-            parse=parse,
+            parse=parse_turn,
             decode=Texts.of(setup.policy, setup.stop_ids).decode,
             stop_ids=frozenset(setup.stop_ids),
             max_turn_tokens=setup.sampling.max_tokens,
             context=setup.max_model_len,
             answers=pool.loaded.answers,
-            check_picture=partial(check.require, "image"),
+            check_file=check.require,
             histories=histories,
         )
 

@@ -6,6 +6,7 @@ Ids outside the policy's vocabulary, and empty prompts, are errors.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
 import numpy as np
 import pyarrow as pa
@@ -96,7 +97,9 @@ def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.
     most = most_media(config, table)
     if not most:
         return
-    shown_by = str(prompts.ref) if prompts_kind.most_media(table) else "generate.turns.max_images"
+    shown_by = str(prompts.ref)
+    if not prompts_kind.most_media(table):
+        shown_by = f"generate.turns.max_{MEDIA[next(iter(most))]}"
     require_senses(shown_by, policy, most)
     if config.turns is not None and config.turns.rewritten == "restart":
         words = " and ".join(f"{WORDS[modality]}s" for modality in most)
@@ -109,10 +112,10 @@ def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.
 
 def most_media(config: Config, prompts: pa.Table) -> dict[str, int]:
     """Return the maximum number of media in one request, by modality: a prompt's and its turns'."""
-    most = prompts_kind.most_media(prompts)
-    if config.turns is not None and config.turns.max_images:
-        most["image"] = most.get("image", 0) + config.turns.max_images
-    return most
+    most = Counter(prompts_kind.most_media(prompts))
+    if config.turns is not None:
+        most.update(config.turns.most_media)
+    return dict(most)
 
 
 def media_of(prompts: pa.Table, row: int) -> tuple[Medium, ...]:

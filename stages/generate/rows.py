@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from quiver.schemas import rollouts
 from quiver.schemas.manifest import canonical
+from quiver.schemas.prompts import MEDIA
 from quiver.stages.model.media import Medium
 
 from .config import Config
@@ -31,7 +32,7 @@ _OF_EPISODES = (
     "completion_text",
     "turns",
     "end_reason",
-    "images",
+    *MEDIA.values(),
 )
 """The columns that an episode decides."""
 
@@ -110,9 +111,11 @@ class Rows:
         return self.table(0, [], [])
 
     def table_of_episodes(self, start: int, records: list[dict[str, Any]]) -> pa.Table:
-        """Return rows from `start` on, made of each episode's `record`: rollouts/2, or rollouts/3
-        if they may show pictures. [rows]"""
+        """Return rows from `start` on, made of each episode's `record`: rollouts/2, rollouts/3
+        if they may show pictures, or rollouts/4 if they may play clips. [rows]"""
         schema = rollouts.OF_PICTURES if self.config.turns.max_images else rollouts.OF_TURNS
+        if self.config.turns.max_audio:
+            schema = rollouts.OF_CLIPS
         names = [name for name in _OF_EPISODES if name in schema.names]
         columns = {name: [record[name] for record in records] for name in names}
         return self._with_prompts(start, columns, schema)

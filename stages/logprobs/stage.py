@@ -18,12 +18,13 @@ read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas.errors import LineageError, NumericError, printable
+from quiver.schemas.manifest import ModelEntry
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import Writer, shard_rows
@@ -80,7 +81,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     rollouts = plan.inputs["rollouts"]
     table = rollouts.table()
     check_rows(table, str(rollouts.ref), policy)
-    _require_same_tokens(plan, policy)
+    sampler = rollouts.manifest.model("policy")
+    if sampler is not None:
+        require_same_tokens(plan.config, sampler, plan.store.open, policy)
     num_tokens = 0
     size = shard_rows(len(table))
     forward_pass = media = None
@@ -123,17 +126,17 @@ def _count_tokens(column: pa.ChunkedArray) -> int:
     return pc.sum(pc.list_value_length(column)).as_py() or 0
 
 
-def _require_same_tokens(plan: Plan, policy: Version) -> None:
-    """Raise LineageError unless each id is the same token for the sampling policy and `policy`.
+def require_same_tokens(
+    config: Config, sampler: ModelEntry, open: Callable[[str], Version], policy: Version
+) -> None:
+    """Raise LineageError unless each id is the same token for the `sampler` and for `policy`.
 
-    `other_special_tokens` exempts special tokens.
+    `open` opens the sampler, if its tokenizer's files are others. `other_special_tokens` exempts
+    special tokens.
     """
-    sampler = plan.inputs["rollouts"].manifest.model("policy")
-    if sampler is None or sampler.tokenizer == plan.models[0].tokenizer:
+    if sampler.tokenizer == checkpoints.model_entry("policy", policy).tokenizer:
         return
-    tokenizers = [
-        checkpoints.load_tokenizer(version) for version in (plan.store.open(sampler.ref), policy)
-    ]
+    tokenizers = [checkpoints.load_tokenizer(each) for each in (open(sampler.ref), policy)]
     differing = set.difference(*(set(tokenizer.get_vocab().items()) for tokenizer in tokenizers))
     special_ids = {
         id
@@ -142,7 +145,7 @@ def _require_same_tokens(plan: Plan, policy: Version) -> None:
         if token.special
     }
     all_special = all(id in special_ids for _, id in differing)
-    if plan.config.other_special_tokens:
+    if config.other_special_tokens:
         differing = {(token, id) for token, id in differing if id not in special_ids}
     if not differing:
         return

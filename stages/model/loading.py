@@ -37,6 +37,7 @@ from quiver.stages.model.checkpoints import (
     is_adapter_alone,
     is_encoder_decoder,
     modalities,
+    model_config,
     vocabulary_size,
 )
 from quiver.stages.model.folder import check_folder, load_errors, says_no_memory, stored_weights
@@ -91,20 +92,13 @@ def load_model(
         CorruptError: A file does not match its hash.
     """
     import torch
-    import transformers
 
     make_first_calls()
     verify_model(version)
     if base is not None:
         verify_model(base)
-    if is_encoder_decoder(version):
-        loader = transformers.AutoModelForSeq2SeqLM
-    elif modalities(version):
-        loader = transformers.AutoModelForMultimodalLM
-    else:
-        loader = transformers.AutoModelForCausalLM
     weights = base or version
-    source = (loader, weights.files.folder, str(weights.ref))
+    source = (_loader_of(version), weights.files.folder, str(weights.ref))
     model = load_pretrained(*source, dtype=dtype)
     if base is not None:
         exact = model if dtype == torch.float32 else load_pretrained(*source, dtype=torch.float32)
@@ -118,6 +112,27 @@ def load_model(
                 if "drop" in name and isinstance(rate, float):
                     setattr(holder, name, 0.0)
     return model.to(device).eval()
+
+
+def _loader_of(version: Version) -> Any:
+    """Return the class of transformers that loads the model of a policy version."""
+    import transformers
+
+    if is_encoder_decoder(version):
+        return transformers.AutoModelForSeq2SeqLM
+    if modalities(version):
+        return transformers.AutoModelForMultimodalLM
+    return transformers.AutoModelForCausalLM
+
+
+def empty_model(version: Version) -> PreTrainedModel:
+    """Return the model of a policy version without weights, on torch's meta device. Raises
+    ConfigError."""
+    import torch
+    from transformers import AutoConfig
+
+    with load_errors(str(version.ref)), torch.device("meta"):
+        return _loader_of(version).from_config(AutoConfig.for_model(**model_config(version)))
 
 
 def put_adapter_on(model: nn.Module, exact: nn.Module, policy: Version) -> None:

@@ -125,7 +125,9 @@ def _too_far(message: str, next: str = "") -> NumericError:
         message,
         state="no weight was changed, no version was written.",
         next=next
-        or "generate with the checkpoint that is trained, or raise optimize.audit.max_mean_gap",
+        or "generate with the checkpoint that is trained, or raise optimize.audit.max_mean_gap. If "
+        "it was that checkpoint, rounding may be the cause, as where it sends tokens to other "
+        'experts: set generate.dtype = "float32" and optimize.precision = "fp32"',
     )
 
 

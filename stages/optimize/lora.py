@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
 from quiver.schemas.errors import ConfigError, printable
@@ -41,7 +42,7 @@ from quiver.stages.core.store import Version
 from quiver.stages.model.checkpoints import ADAPTER_FOLDER, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 from quiver.stages.model.forward.media import vision_parameters
 from quiver.stages.model.forward.precision import choose_precision
-from quiver.stages.model.loading import load_as_stored, load_model
+from quiver.stages.model.loading import empty_model, load_as_stored, load_model
 
 from .checks import check_peft
 from .config import Config, Lora
@@ -51,6 +52,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _NAME = "default"
+_LINEAR = (nn.Linear, Conv1D, FalconLinear)
+"""Layers that compute W x + b alone. Routers of experts are derived from `nn.Linear` in some
+families, and give more than one tensor."""
 log = logging.getLogger(__name__)
 
 
@@ -98,6 +102,17 @@ def _float32_in_name(model: nn.Module) -> Iterator[None]:
             parameter.data = weight
 
 
+def require_layers(config: Lora, policy: Version) -> None:
+    """Raise ConfigError if the model of `policy` has no such layers, or peft cannot adapt them.
+
+    No weight is read, so that this can be checked before there are rollouts.
+    """
+    check_peft()
+    model = empty_model(policy)
+    with torch.device("meta"):
+        _add_new(config, model, seed=0)
+
+
 def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) -> None:
     """Freeze `model` (the base) and add adapters in place: the adapters of `policy`, or new ones,
     initialised from `seed`.
@@ -105,6 +120,28 @@ def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) 
     Raises ConfigError if a name in `target_modules` is no layer of the model, or if the adapter
     does not fit the model.
     """
+    num_layers = _add_new(config, model, seed)
+    adapters = _adapters(model)
+    if policy.manifest.input("base") is not None:
+        policy.verify(f"{ADAPTER_FOLDER}/")
+        saved = load_file(policy.files.path(ADAPTER_WEIGHTS))
+        shapes = {name: parameter.shape for name, parameter in adapters.items()}
+        if {name: tensor.shape for name, tensor in saved.items()} != shapes:
+            raise ConfigError(
+                f"{policy.ref} {ADAPTER_FOLDER}",
+                "its matrices have other names or shapes than the base's layers",
+                next=f"install the transformers that the manifest of {policy.ref} names",
+            )
+        with torch.no_grad():
+            for name, parameter in adapters.items():
+                parameter.copy_(saved[name])
+    trained = sum(parameter.numel() for parameter in adapters.values())
+    log.info("lora: rank %d on %d layers, %d numbers are trained", config.rank, num_layers, trained)
+
+
+def _add_new(config: Lora, model: PreTrainedModel, seed: int) -> int:
+    """Freeze `model` and add new adapters in place; return how many layers got one. Raises
+    ConfigError."""
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
@@ -129,24 +166,7 @@ def attach(config: Lora, model: PreTrainedModel, policy: Version, *, seed: int) 
             next='name layers outside the experts, such as ["q_proj", "v_proj"], or leave '
             "[optimize.lora] out",
         )
-    adapters = _adapters(model)
-    if policy.manifest.input("base") is not None:
-        policy.verify(f"{ADAPTER_FOLDER}/")
-        saved = load_file(policy.files.path(ADAPTER_WEIGHTS))
-        shapes = {name: parameter.shape for name, parameter in adapters.items()}
-        if {name: tensor.shape for name, tensor in saved.items()} != shapes:
-            raise ConfigError(
-                f"{policy.ref} {ADAPTER_FOLDER}",
-                "its matrices have other names or shapes than the base's layers",
-                next=f"install the transformers that the manifest of {policy.ref} names",
-            )
-        with torch.no_grad():
-            for name, parameter in adapters.items():
-                parameter.copy_(saved[name])
-    trained = sum(parameter.numel() for parameter in adapters.values())
-    log.info(
-        "lora: rank %d on %d layers, %d numbers are trained", config.rank, len(layers), trained
-    )
+    return len(layers)
 
 
 def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
@@ -159,7 +179,7 @@ def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
     linear = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module is not head
+        if type(module) in _LINEAR and module is not head
     ]
     if config.target_modules == "all-linear":
         of_vision = {id(parameter) for parameter in vision_parameters(model)}

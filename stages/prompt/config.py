@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from quiver.schemas.prompts import MEDIA
 from quiver.stages.core.config import Config as Base
 from quiver.stages.core.config import Runtime, without_folder
+from quiver.stages.model.media.checking import MediaLimits
 from quiver.stages.turns.environment_config import EnvironmentConfig
 
 INPUTS = ("messages", "prompt", "prompt_ids")
@@ -134,8 +135,8 @@ class SourceConfig(Base):
         return self
 
 
-class TemplateConfig(Base):
-    """Rendering of rows to token ids, and the limits of a prompt."""
+class TextConfig(Base):
+    """Rendering of rows to token ids, and the limits of a prompt's text."""
 
     system: str | None = None
     """System message put before chats that do not begin with their own."""
@@ -154,16 +155,10 @@ class TemplateConfig(Base):
     listed in the manifest."""
     template_seconds: Runtime[float] = Field(default=10.0, gt=0)
     """Maximum seconds that the template may take for one prompt."""
-    max_image_pixels: Runtime[int] = Field(default=4096 * 4096, ge=1)
-    """Maximum pixels of a picture; larger pictures are refused."""
-    max_image_bytes: Runtime[int] = Field(default=20 * 1024**2, ge=1)
-    """Maximum bytes of a picture as it is stored."""
-    max_audio_seconds: Runtime[float] = Field(default=300.0, gt=0)
-    """Maximum length of a clip; longer ones, and ones that the policy would cut, are refused."""
-    max_audio_bytes: Runtime[int] = Field(default=64 * 1024**2, ge=1)
-    """Maximum bytes of a clip as it is stored."""
-    decode_seconds: Runtime[float] = Field(default=10.0, gt=0)
-    """Maximum seconds for decoding a picture or clip."""
+
+
+class TemplateConfig(MediaLimits, TextConfig):
+    """Rendering of rows to token ids, and the limits of a prompt."""
 
 
 class Config(SourceConfig, TemplateConfig):

@@ -10,6 +10,7 @@ Not of the spine: only prompts with pictures or clips come here.
 from __future__ import annotations
 
 import base64
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -25,7 +26,7 @@ from quiver.schemas.prompts import MEDIA
 from quiver.stages.core.files import read_file, sha256_of
 from quiver.stages.core.store import Version
 from quiver.stages.model.media import WORDS
-from quiver.stages.model.media.checking import FileCheck, Limits
+from quiver.stages.model.media.checking import FileCheck
 from quiver.stages.model.media.processor import load_processor
 
 from .chats import bad_row, naming_row
@@ -48,15 +49,7 @@ class Media:
         """Load the policy's processor. Raises ConfigError if it does not read all modalities."""
         self._config = config
         self._processor = load_processor(policy, *modalities)
-        seconds = config.max_audio_seconds
-        if "audio" in modalities:
-            seconds = min(seconds, self._processor.most_seconds)
-        sizes = {"image": config.max_image_pixels, "audio": seconds}
-        limits = {
-            modality: Limits(size, _most_bytes(modality, config), config.decode_seconds)
-            for modality, size in sizes.items()
-        }
-        self._check = FileCheck(limits)
+        self._check = FileCheck(config.by_modality(self._processor.most_seconds))
         self.close = self._check.close
 
     def of_cell(self, modality: str, name: str, cell: Any) -> list[File]:
@@ -85,10 +78,6 @@ class Media:
         }
 
 
-def _most_bytes(modality: str, config: Config) -> int:
-    return config.max_image_bytes if modality == "image" else config.max_audio_bytes
-
-
 def read_cell(modality: str, name: str, cell: Any, config: Config) -> list[File]:
     """Return the files of row `name`, with their bytes read. Raises ConfigError."""
     files = []
@@ -102,7 +91,7 @@ def read_cell(modality: str, name: str, cell: Any, config: Config) -> list[File]
 def _read_file(modality: str, path: str | None, config: Config) -> bytes:
     file = _locate(modality, path, config)
     try:
-        return read_file(file, _most_bytes(modality, config))
+        return read_file(file, config.by_modality(math.inf)[modality].bytes)
     except (OSError, ValueError) as error:
         raise ValueError(f"{printable(file)} cannot be read: {reason(error)}") from None
 

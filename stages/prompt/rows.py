@@ -37,7 +37,7 @@ from quiver.stages.model.chat.messages import (
     texts_of,
 )
 from quiver.stages.model.chat.template import Template
-from quiver.stages.turns.environment import pictures_in, without_pictures
+from quiver.stages.turns.environment import files_in, without_files
 
 from .chats import (
     ARGUMENTS,
@@ -200,12 +200,11 @@ class Renderer:
             if config.system is not None and messages[0]["role"] != "system":
                 messages.insert(0, {"role": "system", "content": config.system})
             messages = show_media(name, messages, {each: len(files[each]) for each in files})
-            of_opening = pictures_in(opening)
+            of_opening = files_in(opening)
             if of_opening:
-                self._media = self._media or Media(config, self._policy, ["image"])
-                place = f"{name}: its environment"
-                shown = self._media.of_cell("image", place, of_opening)
-                files["image"] = [*files.get("image", ()), *shown]
+                self._media = self._media or Media(config, self._policy, of_opening)
+                shown = self._media.of_row(f"{name}: its environment", of_opening)
+                files |= {each: [*files.get(each, ()), *shown[each]] for each in shown}
             messages = _followed_by(messages, opening)
             rendering = self._render_chat(name, messages, own)
             if messages[-1]["role"] == "assistant":  # the policy continues it
@@ -496,7 +495,7 @@ def render_rows(
             positions.append(position)
     table = without_media(table, config)
     if config.turns is not None:  # with the state from which the environment begins again
-        texts = [json.dumps(without_pictures(each), ensure_ascii=False) for each in openings]
+        texts = [json.dumps(without_files(each), ensure_ascii=False) for each in openings]
         table = table.append_column(prompts.OPENING, pa.array(texts, pa.string()))
     columns = table.take(pa.array(positions, pa.int64())).replace_schema_metadata(None)
     struct = columns.combine_chunks().to_struct_array().combine_chunks()

@@ -20,14 +20,15 @@ from pydantic import Field
 
 from quiver.schemas import prompts as prompts_kind
 from quiver.schemas.errors import ConfigError, LineageError, SchemaError, printable
-from quiver.schemas.fields import kind_of, required
-from quiver.schemas.rollouts import OF_PICTURES
+from quiver.schemas.fields import required
+from quiver.schemas.rollouts import SCHEMAS
 from quiver.stages.core import config as common
 from quiver.stages.core.lineage import open_input
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer
 from quiver.stages.model import checkpoints
+from quiver.stages.model.media.checking import MediaLimits
 from quiver.stages.turns.bridge import answers_of_calls, turn_message
 from quiver.stages.turns.environment import Message
 from quiver.stages.turns.saved import (
@@ -45,7 +46,7 @@ from quiver.stages.turns.tool_calls import ParsedTurn
 
 STAGE_VERSION = 1
 _OF_ROLLOUTS = ["rollout_id", "group_id", "prompt_ids", "completion_ids", "turns"]
-_CARRIED = ("turns", "template_arguments", "template_seconds")
+_CARRIED = ("turns", "template_arguments", "template_seconds", *MediaLimits.model_fields)
 """Fields of the prompts' config: later turns must be rendered like the first ones."""
 _TOLD = ("assistant_starts", "assistant_end", "chat_template")
 """The same for their metrics."""
@@ -53,7 +54,7 @@ _BESIDE = ("tools", *prompts_kind.MEDIA.values(), "spans")
 """Columns of the prompt that are kept."""
 
 
-class Config(common.Config):
+class Config(MediaLimits):
     """Config of branch: the turn at which saved episodes are cut."""
 
     turn: int = Field(ge=1)
@@ -101,9 +102,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     writer = writers["prompts"]
     turn = plan.config.turn
     rollouts = plan.inputs["rollouts"]
-    columns = [*_OF_ROLLOUTS]
-    if rollouts.manifest.kind_schema == kind_of(OF_PICTURES):
-        columns.append("images")
+    saved_columns = SCHEMAS[rollouts.manifest.kind_schema].names
+    observed = [name for name in prompts_kind.MEDIA.values() if name in saved_columns]
+    columns = [*_OF_ROLLOUTS, *observed]
     table = rollouts.table(columns)
     num_turns = pc.list_value_length(table["turns"])
     longer = table.filter(pc.greater(num_turns, turn))
@@ -173,7 +174,8 @@ class _Branches:
             if prompt["spans"] and is_rewritten:
                 raise SchemaError(
                     f"{self._name} {printable(row['rollout_id'])}",
-                    "its history was rewritten, so the places of its pictures are not known",
+                    "its history was rewritten, so the places of its pictures and clips are not "
+                    "known",
                     next="name an earlier turn",
                 )
             played = [
@@ -243,25 +245,22 @@ class _Branches:
 
 
 def _shown(prompt: dict[str, Any], row: dict[str, Any], turn: int) -> dict[str, Any]:
-    """Return `images` and `spans` of a prompt, including those shown before that turn."""
-    images = [image for image in row.get("images") or () if image["turn"] < turn]
-    if not images:
-        return {}
-    spans = [
-        {
-            "modality": "image",
-            "start": len(ids_before(row, image["turn"]))
-            + row["turns"][image["turn"]]["length"]
-            + image["start"],
-            "length": image["length"],
-        }
-        for image in images
-    ]
-    stored = [{"bytes": image["bytes"], "path": None} for image in images]
-    return {
-        "images": [*(prompt["images"] or ()), *stored],
-        "spans": [*(prompt["spans"] or ()), *spans],
-    }
+    """Return media and `spans` of a prompt, including those shown before that turn."""
+    shown: dict[str, Any] = {}
+    spans = []
+    for modality, column in prompts_kind.MEDIA.items():
+        for file in row.get(column) or ():
+            number = file["turn"]
+            if number >= turn:
+                continue
+            start = len(ids_before(row, number)) + row["turns"][number]["length"] + file["start"]
+            spans.append({"modality": modality, "start": start, "length": file["length"]})
+            files = shown.setdefault(column, list(prompt[column] or ()))
+            files.append({"bytes": file["bytes"], "path": None})
+    if spans:
+        spans.sort(key=lambda span: span["start"])
+        shown["spans"] = [*(prompt["spans"] or ()), *spans]
+    return shown
 
 
 def _answers(observation: str, names: list[str]) -> list[Message]:

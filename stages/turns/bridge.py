@@ -21,7 +21,7 @@ import time
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.outside import CHARACTERS_OF_TOKEN
+from quiver.schemas.outside import CHARACTERS_OF_TOKEN, MEDIA
 from quiver.stages.model.chat.control_tokens import Guard, Rendering
 from quiver.stages.model.chat.messages import (
     as_parts,
@@ -31,8 +31,9 @@ from quiver.stages.model.chat.messages import (
     texts_of,
 )
 from quiver.stages.model.chat.template import FILLER, Template
+from quiver.stages.model.media import WORDS
 from quiver.stages.model.media.processor import Processor, Span
-from quiver.stages.turns.environment import Message, cleaned, pictures_in
+from quiver.stages.turns.environment import Message, cleaned, files_in
 from quiver.stages.turns.tool_calls import ParsedTurn
 
 _QUESTION = "probezquestion"
@@ -63,7 +64,7 @@ class Fitting(NamedTuple):
     num_cut: int
     """Characters that were cut out of its contents to make it fit."""
     spans: list[Span]
-    """Positions of its pictures in its ids."""
+    """Positions of its pictures and clips in its ids."""
 
 
 class Bridge:
@@ -87,7 +88,7 @@ class Bridge:
             end_token: Text of an end that the policy samples; "" if there is none.
             tool_role: Role of a message with a tool's output, see `Turns`.
             tools: Schemas that the template shows.
-            processor: Given if the policy is shown pictures.
+            processor: Given if the environment may show pictures or play clips.
 
         Raises ConfigError if the template cannot write such messages.
         """
@@ -205,24 +206,27 @@ class Bridge:
     def _fitting(
         self, name: str, messages: list[Message], num_cut: int, *, has_end: bool
     ) -> Fitting:
-        """Return an observation without cutting it, with all ids of its pictures."""
+        """Return an observation without cutting it, with all ids of its media."""
         rendering = self.observation(name, messages, has_end=has_end)
-        pictures = pictures_in(messages)
-        if not pictures:
+        contents = files_in(messages)
+        if not contents:
             return Fitting(messages, rendering, num_cut, [])
-        ids, spans = self._processor.expand(name, rendering.ids, {"image": pictures})
+        ids, spans = self._processor.expand(name, rendering.ids, contents)
         return Fitting(messages, Rendering(rendering.text, ids), num_cut, spans)
 
-    def require_pictures(self) -> None:
-        """Raise ConfigError if the template shows no picture in an environment's message."""
-        shown = {"role": self.tool_role, "content": _QUESTION, "images": [""]}
-        rendering = self.observation("generate.turns.max_images", [shown], has_end=True)
-        if rendering.ids.count(self._processor.placeholder_ids["image"]) != 1:
+    def require_shown(self, modality: str) -> None:
+        """Raise ConfigError if the template shows no picture, or no clip, in an environment's
+        message."""
+        column = MEDIA[modality]
+        name = f"generate.turns.max_{column}"
+        shown = {"role": self.tool_role, "content": _QUESTION, column: [""]}
+        rendering = self.observation(name, [shown], has_end=True)
+        if rendering.ids.count(self._processor.placeholder_ids[modality]) != 1:
             raise ConfigError(
-                "generate.turns.max_images",
-                f"the policy's chat template shows no picture in a message of the role "
+                name,
+                f"the policy's chat template shows no {WORDS[modality]} in a message of the role "
                 f"{self.tool_role}",
-                next="set prompt.template to one that shows each part of type image, or "
+                next=f"set prompt.template to one that shows each part of type {modality}, or "
                 'generate.turns.tool_role = "user"',
             )
 

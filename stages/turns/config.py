@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from quiver.schemas.outside import MEDIA
 from quiver.stages.core.config import without_folder
 from quiver.stages.turns.environment_config import EnvironmentConfig, OwnCode
 from quiver.stages.turns.tool_calls import check_parser
@@ -38,6 +39,8 @@ class Turns(EnvironmentConfig):
     """Maximum pictures that the environment or tools may show in an episode, besides the
     prompt's pictures. One more ends the episode; with 0 it is an error of the environment. Each
     picture must fit into max_observation_tokens."""
+    max_audio: int = Field(default=0, ge=0)
+    """Maximum clips that they may play in an episode; the rest is as for max_images."""
     step_seconds: float = Field(default=60.0, gt=0)
     """Maximum seconds for one answer of the environment, including the time to read it; a slower
     answer ends the episode."""
@@ -54,6 +57,13 @@ class Turns(EnvironmentConfig):
     def _parser_exists(cls, parser: str) -> str:
         check_parser(parser)
         return parser
+
+    @property
+    def most_media(self) -> dict[str, int]:
+        """Maximum pictures and clips that the environment may show, for each modality that it
+        may."""
+        most = {modality: getattr(self, f"max_{column}") for modality, column in MEDIA.items()}
+        return {modality: count for modality, count in most.items() if count}
 
     @property
     def most_read_tokens(self) -> int:

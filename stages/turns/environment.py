@@ -32,8 +32,9 @@ from typing import Any, NamedTuple, Protocol
 from quiver.schemas import outside
 from quiver.schemas.errors import printable
 from quiver.schemas.manifest import canonical
-from quiver.schemas.outside import Message
+from quiver.schemas.outside import MEDIA, Message
 from quiver.stages.core.run.answering import no_copies
+from quiver.stages.model.media import WORDS
 from quiver.stages.turns.tool_schemas import ToolSchema, run_tool
 
 Row = dict[str, Any]
@@ -63,8 +64,9 @@ class Step(NamedTuple):
     """An environment's answer to one turn."""
 
     messages: list[Message] | None = None
-    """Messages that the policy reads next, {role, content} each. A tool's message has `name` too; a
-    message with pictures has `images`, which come before its content. None is the assistant's."""
+    """Messages that the policy reads next, {role, content} each. A tool's message has `name` too.
+    One with pictures or clips has `images` or `audio`, which come before its content. None is the
+    assistant's."""
     text: str | None = None
     """Shorthand for `messages` with one message of the user."""
     reward: float | None = None
@@ -75,14 +77,20 @@ class Step(NamedTuple):
     images: list[Any] | None = None
     """Pictures of the message of `text`: PIL images, or the bytes of a PNG, JPEG or WebP. Outside
     those processes they are base64."""
+    audio: list[Any] | None = None
+    """Its clips: (samples, rate) each, or the bytes of a WAV, FLAC or MP3."""
+
+    @property
+    def media(self) -> Message:
+        """The members of a message that hold pictures and clips, if any."""
+        files = {column: getattr(self, column) for column in MEDIA.values()}
+        return {column: of_column for column, of_column in files.items() if of_column}
 
     def observation(self) -> list[Message]:
         """Return what the policy reads next, as messages."""
-        if self.text is None and not self.images:
+        if self.text is None and not self.media:
             return list(self.messages or [])
-        message: Message = {"role": "user", "content": self.text or ""}
-        if self.images:
-            message["images"] = self.images
+        message: Message = {"role": "user", "content": self.text or "", **self.media}
         return [*(self.messages or []), message]
 
 
@@ -142,7 +150,8 @@ def read_step(returned: Any) -> Step:
         returned = Step(**returned)
     elif isinstance(returned, str):
         returned = Step(text=returned)
-    if not all(hasattr(returned, name) for name in Step._fields if name != "images"):
+    required = [name for name in Step._fields if name not in MEDIA.values()]
+    if not all(hasattr(returned, name) for name in required):
         raise ValueError(f"step returned {type(returned).__name__}, expected a Step")
     text = returned.text
     if text is not None and not isinstance(text, str):
@@ -169,7 +178,7 @@ def read_step(returned: Any) -> Step:
         read_reward(returned.reward),
         read_done(returned.done),
         info,
-        read_images(getattr(returned, "images", None)),
+        *(read_media(each, getattr(returned, column, None)) for each, column in MEDIA.items()),
     )
 
 
@@ -177,8 +186,8 @@ def read_messages(returned: Any) -> list[Message]:
     """Return messages with a role and a content each, from what a user's code returned.
 
     A text becomes one message of the user; None and an empty text become no message. A content may
-    be a list of parts, as in chats: pictures, then texts. A `Step`, or a mapping with its fields,
-    is accepted too. Raises ValueError.
+    be a list of parts, as in chats: pictures and clips, then texts. A `Step`, or a mapping with its
+    fields, is accepted too. Raises ValueError.
     """
     if returned is None or isinstance(returned, str):
         return [{"role": "user", "content": clean(returned)}] if returned else []
@@ -187,13 +196,13 @@ def read_messages(returned: Any) -> list[Message]:
     messages = []
     for number, given in enumerate(returned):
         members = dict(given) if isinstance(given, Mapping) else given
-        images = None
+        media = {}
         if isinstance(members, dict):
-            images = members.pop("images", None)
+            media = {each: members.pop(column, None) for each, column in MEDIA.items()}
             if isinstance(members.get("content"), list):
-                members["content"], images = _read_parts(members["content"])
+                members["content"], media = _read_parts(members["content"])
         message = outside.read_message(cleaned(members), f"message {number}")
-        messages.append({**message, "images": read_images(images)} if images else message)
+        messages.append({**message, **_as_members(media)})
     return messages
 
 
@@ -209,77 +218,111 @@ def read_opening(returned: Any) -> list[Message]:
     return messages
 
 
-def _read_parts(parts: list[Any]) -> tuple[str, list[Any]]:
-    """Return the joined text and the pictures of a list of content parts.
+def _read_parts(parts: list[Any]) -> tuple[str, dict[str, list[Any]]]:
+    """Return the joined text of a list of content parts, and its files by modality.
 
-    Raises ValueError if a picture follows a text, or if a part is of another kind.
+    Raises ValueError if a file follows a text, or if a part is of another kind.
     """
     texts: list[str] = []
-    images = []
+    media: dict[str, list[Any]] = {}
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
             texts.append(part["text"])
-        elif kind == "image" and part.get("image") is not None and not texts:
-            images.append(part["image"])
+        elif kind in MEDIA and part.get(kind) is not None and not texts:
+            media.setdefault(kind, []).append(part[kind])
         else:
             raise ValueError(
                 f"a part of a message is {printable(repr(part), 80)}, expected pictures "
-                '{"type": "image", "image": …}, then texts {"type": "text", "text": …}'
+                '{"type": "image", "image": …} and clips {"type": "audio", "audio": …}, then texts '
+                '{"type": "text", "text": …}'
             )
-    return "".join(texts), images
+    return "".join(texts), media
 
 
-def read_images(returned: Any) -> list[str] | None:
-    """Return a message's pictures as base64, or None if it has none. Raises ValueError."""
+def _as_members(media: Mapping[str, Any]) -> Message:
+    """Return files by modality as members of a message. Raises ValueError."""
+    read = {MEDIA[modality]: read_media(modality, files) for modality, files in media.items()}
+    return {column: files for column, files in read.items() if files}
+
+
+def read_media(modality: str, returned: Any) -> list[str] | None:
+    """Return a message's pictures or clips as base64, or None if it has none. Raises ValueError."""
     if returned is None:
         return None
     if not isinstance(returned, list | tuple):
-        raise ValueError(f"images are {type(returned).__name__}, expected a list")
-    encoded = []
-    for image in returned:
-        if not _is_picture(image):
-            raise ValueError(f"a picture is {type(image).__name__}, expected a PIL image or bytes")
-        content = image
-        if not isinstance(image, bytes):
-            buffer = io.BytesIO()
-            is_printed = image.mode in ("CMYK", "YCbCr", "HSV", "LAB")  # PNG has none of these
-            (image.convert("RGB") if is_printed else image).save(buffer, "PNG")
-            content = buffer.getvalue()
-        encoded.append(base64.b64encode(content).decode())
-    return encoded or None
+        raise ValueError(f"{MEDIA[modality]} are {type(returned).__name__}, expected a list")
+    write = _write_picture if modality == "image" else _write_clip
+    contents = [file if isinstance(file, bytes) else write(file) for file in returned]
+    return [base64.b64encode(content).decode() for content in contents] or None
 
 
-def pictures_in(messages: list[Message]) -> list[bytes]:
-    """Return the bytes of all pictures in the messages, in order."""
-    return [base64.b64decode(image) for message in messages for image in message.get("images", ())]
+def _write_picture(image: Any) -> bytes:
+    """Return a PIL image as PNG. Raises ValueError if it is none."""
+    if not _is_picture(image):
+        raise ValueError(f"a picture is {type(image).__name__}, expected a PIL image or bytes")
+    buffer = io.BytesIO()
+    is_printed = image.mode in ("CMYK", "YCbCr", "HSV", "LAB")  # PNG has none of these
+    (image.convert("RGB") if is_printed else image).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _write_clip(clip: Any) -> bytes:
+    """Return (samples, rate) as WAV of 16 bits. Raises ValueError if it is something else."""
+    is_clip = isinstance(clip, list | tuple) and len(clip) == 2 and hasattr(clip[0], "dtype")
+    if not is_clip:
+        raise ValueError(
+            f"a clip is {type(clip).__name__}, expected (samples, rate) with an array, or bytes"
+        )
+    import soundfile
+
+    buffer = io.BytesIO()
+    soundfile.write(buffer, clip[0], int(clip[1]), format="WAV", subtype="PCM_16")
+    return buffer.getvalue()
+
+
+def files_in(messages: list[Message]) -> dict[str, list[bytes]]:
+    """Return the bytes of all pictures and clips in the messages, in order, by modality."""
+    files = {
+        modality: [
+            base64.b64decode(file) for message in messages for file in message.get(column, ())
+        ]
+        for modality, column in MEDIA.items()
+    }
+    return {modality: contents for modality, contents in files.items() if contents}
 
 
 def for_people(messages: list[Message]) -> str:
-    """Return the contents as text for display; a picture becomes a mark with a short hash."""
+    """Return the contents as text for display; a file becomes a mark with a short hash."""
     lines = []
     for message in messages:
-        lines += [f"[picture {_short_hash(image)}]" for image in message.get("images", ())]
-        if message["content"] or not message.get("images"):
+        marks = [
+            f"[{WORDS[modality]} {_short_hash(file)}]"
+            for modality, column in MEDIA.items()
+            for file in message.get(column, ())
+        ]
+        lines += marks
+        if message["content"] or not marks:
             lines.append(message["content"])
     return "\n".join(lines)
 
 
-def without_pictures(messages: list[Message]) -> list[Message]:
-    """Return the messages with short hashes in place of pictures.
+def without_files(messages: list[Message]) -> list[Message]:
+    """Return the messages with short hashes in place of pictures and clips.
 
-    They are small, and equal if the pictures are equal.
+    They are small, and equal if the files are equal.
     """
     return [
-        {**message, "images": [_short_hash(image) for image in message["images"]]}
-        if "images" in message
-        else message
+        {
+            name: [*map(_short_hash, member)] if name in MEDIA.values() else member
+            for name, member in message.items()
+        }
         for message in messages
     ]
 
 
-def _short_hash(image: str) -> str:
-    return hashlib.sha256(base64.b64decode(image)).hexdigest()[:12]
+def _short_hash(file: str) -> str:
+    return hashlib.sha256(base64.b64decode(file)).hexdigest()[:12]
 
 
 def read_reward(returned: Any) -> float | None:
@@ -385,15 +428,15 @@ def call_tool(tools: Mapping[str, Callable[..., Any]], call: Call) -> Message:
 
 
 def read_answer(returned: Any) -> Message:
-    """Return content and images of a tool's result: a picture, parts of a message, or text."""
+    """Return content and files of a tool's result: a picture, parts of a message, or text."""
     listed = list(returned) if isinstance(returned, list | tuple) else [returned]
     parts = [{"type": "image", "image": part} if _is_picture(part) else part for part in listed]
-    if not any(isinstance(part, Mapping) and part.get("type") == "image" for part in parts):
+    if not any(isinstance(part, Mapping) and part.get("type") in MEDIA for part in parts):
         return {"content": read_text(returned)}
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
     parts.sort(key=lambda part: isinstance(part, Mapping) and part.get("type") == "text")
-    content, images = _read_parts(parts)
-    return {"content": clean(content), "images": read_images(images)}
+    content, media = _read_parts(parts)
+    return {"content": clean(content), **_as_members(media)}
 
 
 def _is_picture(thing: Any) -> bool:

@@ -32,8 +32,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from quiver.schemas.errors import ConfigError, SecurityError
-from quiver.schemas.outside import LARGEST
-from quiver.stages.model.media import Medium
+from quiver.schemas.outside import LARGEST, MEDIA
+from quiver.stages.model.media import WORDS, Medium
 from quiver.stages.turns.bridge import (
     Bridge,
     Fitting,
@@ -44,7 +44,7 @@ from quiver.stages.turns.bridge import (
     turn_message,
 )
 from quiver.stages.turns.config import Turns
-from quiver.stages.turns.environment import Message, Step, Turn, for_people, pictures_in
+from quiver.stages.turns.environment import Message, Step, Turn, files_in, for_people
 from quiver.stages.turns.statistics import CUT_INFO, FAILURE_INFO, FAILURES
 from quiver.stages.turns.tool_calls import Parse, ParsedTurn
 
@@ -52,7 +52,7 @@ _UNTOLD = "the engine gave this turn up"
 _REFUSED = "the policy cannot be shown its observation: {}"
 _TOO_MUCH = "the rewards of its last turn and of the whole episode add up to no float32"
 _LATE = "its observation was not read within generate.turns.{} {:g}"
-_NO_PICTURES = "it shows a picture; set generate.turns.max_images to how many an episode may show"
+_NOT_SHOWN = "it shows a {}; set generate.turns.max_{} to how many an episode may show"
 State = Literal["sample", "act", "finish", "ended"]
 
 
@@ -74,7 +74,7 @@ class Setting:
     """Maximum ids of one sequence."""
     answers: bool
     """If true, a turn without calls is the policy's answer and ends the episode."""
-    check_picture: Callable[[str, bytes], object] = lambda name, content: None
+    check_file: Callable[[str, str, bytes], object] = lambda modality, name, content: None
     """Raises ConfigError, about the name, if the content cannot be decoded within limits."""
     histories: Sequence[History] = ()
     """The template's treatment of earlier turns."""
@@ -103,7 +103,7 @@ class Request(NamedTuple):
     """Everything that the policy reads before it."""
     max_tokens: int
     media: tuple[Medium, ...]
-    """Pictures that the environment has shown in these ids."""
+    """Pictures and clips that the environment has shown in these ids."""
 
 
 @dataclass
@@ -153,8 +153,8 @@ class Episode:
         self._turns: list[_Turn] = []
         self._restart_ids: list[int] | None = None
         self._media: list[Medium] = []
-        self._images: list[dict[str, Any]] = []
-        """The pictures in the form of rollouts/3."""
+        self._shown: dict[str, list[dict[str, Any]]] = {modality: [] for modality in MEDIA}
+        """The pictures and clips in the form of rollouts/4."""
         self._completion_ids: list[int] = []
         self._logprobs: list[float] = []
         self._stop_reason: str | None = None
@@ -267,7 +267,7 @@ class Episode:
     # -- the finished episode
 
     def record(self) -> dict[str, Any]:
-        """Return the columns of rollouts/3 that an episode decides. A failed episode has no
+        """Return the columns of rollouts/4 that an episode decides. A failed episode has no
         rewards."""
         has_failed = self.end_reason in FAILURES
         turns = [
@@ -286,26 +286,20 @@ class Episode:
             "completion_text": self._turns[-1].text,
             "turns": turns,
             "end_reason": self.end_reason,
-            "images": self._images or None,
+            **{MEDIA[modality]: shown or None for modality, shown in self._shown.items()},
         }
 
     # -- between two turns
 
     def _continue(self, messages: list[Message]) -> None:
         """Let the policy read `messages`, unless a limit is reached."""
-        limits = self.setting.limits
         record = self._turns[-1]
         self._note(messages)
-        pictures = pictures_in(messages)
-        reached = [
-            ("max_turns", len(self._turns) >= limits.max_turns),
-            ("max_tokens", len(self._completion_ids) >= limits.max_tokens),
-            ("max_images", 0 < limits.max_images < len(self._images) + len(pictures)),
-        ]
-        limit = next((name for name, is_reached in reached if is_reached), None)
+        files = files_in(messages)
+        limit = self._limit_reached(files)
         if limit is not None:
             return self._end(limit)
-        refusal = self._refusal(messages, pictures)
+        refusal = self._refusal(messages, files)
         if refusal is not None:
             return self.failed("environment_error", refusal)
         # The template rewrites the history before these messages, so a new sequence begins.
@@ -338,10 +332,12 @@ class Episode:
             return self._end("context")
         if restart is None:
             record.observation_ids = fitting.rendering.ids
-            for content, (modality, start, length) in zip(pictures, fitting.spans, strict=True):
+            unread = {modality: iter(contents) for modality, contents in files.items()}
+            for modality, start, length in fitting.spans:
+                content = next(unread[modality])
                 self._media.append(Medium(modality, content, len(self._ids) + start, length))
                 at = {"turn": len(self._turns) - 1, "start": start, "length": length}
-                self._images.append({**at, "bytes": content})
+                self._shown[modality].append({**at, "bytes": content})
         else:
             self._restart_ids = restart.ids
         self._ids = list(ids)  # copied, because it grows
@@ -349,6 +345,19 @@ class Episode:
             self._messages = [*self._messages, *fitting.messages]
         self.state = "sample"
         return None
+
+    def _limit_reached(self, files: dict[str, list[bytes]]) -> str | None:
+        """Return the name of the limit that ends the episode before these files are shown, if
+        any."""
+        limits = self.setting.limits
+        reached = [
+            ("max_turns", len(self._turns) >= limits.max_turns),
+            ("max_tokens", len(self._completion_ids) >= limits.max_tokens),
+        ]
+        for modality, most in limits.most_media.items():
+            num_shown = len(self._shown[modality]) + len(files.get(modality, ()))
+            reached.append((f"max_{MEDIA[modality]}", num_shown > most))
+        return next((name for name, is_reached in reached if is_reached), None)
 
     def _fitting(self, messages: list[Message]) -> Fitting | None:
         """Return the messages as ids; None if the episode ended instead."""
@@ -386,16 +395,17 @@ class Episode:
         if num_cut:
             record.info[CUT_INFO] = num_cut
 
-    def _refusal(self, messages: list[Message], pictures: list[bytes]) -> str | None:
+    def _refusal(self, messages: list[Message], files: dict[str, list[bytes]]) -> str | None:
         """Return why the policy cannot be shown these messages; None if it can."""
         for role in dict.fromkeys(message["role"] for message in messages):
             if not self.setting.bridge.writes(role):
                 return f"the policy's chat template cannot write a message of the role {role} here"
-        if pictures and not self.setting.limits.max_images:
-            return _NO_PICTURES
+        for modality in files.keys() - self.setting.limits.most_media.keys():
+            return _NOT_SHOWN.format(WORDS[modality], MEDIA[modality])
         try:
-            for number, content in enumerate(pictures):
-                self.setting.check_picture(f"its picture {number + 1}", content)
+            for modality, contents in files.items():
+                for number, content in enumerate(contents, 1):
+                    self.setting.check_file(modality, f"its {WORDS[modality]} {number}", content)
         except ConfigError as error:
             return f"{error.object} {error.message}"
         return None

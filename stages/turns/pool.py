@@ -73,9 +73,10 @@ class _Answer(BaseModel):
 
     @field_validator("step")
     @classmethod
-    def _pictures_are_text(cls, step: Step | None) -> Step | None:
-        if step is not None and not all(isinstance(picture, str) for picture in step.images or ()):
-            raise ValueError("pictures of a worker are base64 text")
+    def _files_are_text(cls, step: Step | None) -> Step | None:
+        files = [] if step is None else [file for each in step.media.values() for file in each]
+        if not all(isinstance(file, str) for file in files):
+            raise ValueError("pictures and clips of a worker are base64 text")
         return step
 
 

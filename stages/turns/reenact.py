@@ -23,7 +23,7 @@ from quiver.stages.core.config import parse
 from quiver.stages.core.lineage import open_input
 from quiver.stages.core.store import Store, Version
 from quiver.stages.turns.config import Turns
-from quiver.stages.turns.environment import Message, Turn, for_people, without_pictures
+from quiver.stages.turns.environment import Message, Turn, for_people, without_files
 from quiver.stages.turns.pool import EnvironmentPool, Reply
 from quiver.stages.turns.saved import (
     Beginning,
@@ -257,7 +257,7 @@ def _begin(episode: _Saved) -> Generator[Turn | None, Reply, Difference | None]:
     reply = yield None  # the first message sent is the reply to `open`
     if reply.failure is not None:
         return episode.failed(None, reply)
-    recorded, came = episode.beginning.opening, without_pictures(reply.step.observation())
+    recorded, came = episode.beginning.opening, without_files(reply.step.observation())
     if recorded is not None and recorded != came:
         return episode.differs(None, "opening", for_people(recorded), for_people(came))
     for played in episode.beginning.turns:

@@ -31,6 +31,7 @@ from typing import Any
 import httpx
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.outside import MEDIA
 from quiver.schemas.plain import read_json
 from quiver.stages.turns.environment import (
     Factory,
@@ -168,23 +169,25 @@ class McpServer:
                 next="see that the command starts an MCP server, and that the package mcp is there",
             ) from error
 
-    def call(self, name: str, /, **arguments: Any) -> str | list[bytes | str]:
-        """Return the text of a tool's answer; pictures, if any, come before the text in a list.
+    def call(self, name: str, /, **arguments: Any) -> str | list[dict[str, Any] | str]:
+        """Return the text of a tool's answer; pictures and clips come before it in a list.
 
         Raises RuntimeError if the tool reports an error.
         """
         answer = self._wait(self._client.result().call_tool(name, arguments))
-        pictures = [
-            base64.b64decode(block.data) for block in answer.content if block.type == "image"
+        files = [
+            {"type": block.type, block.type: base64.b64decode(block.data)}
+            for block in answer.content
+            if block.type in MEDIA
         ]
         text = "\n".join(
             getattr(block, "text", f"({block.type})")
             for block in answer.content
-            if block.type != "image"
+            if block.type not in MEDIA
         )
         if answer.is_error:
             raise RuntimeError(text)
-        return [*pictures, text] if pictures else text
+        return [*files, text] if files else text
 
     def _wait(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()

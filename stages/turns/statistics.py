@@ -23,7 +23,7 @@ FAILURE_INFO = "quiver_failure"
 """Key in a turn's info: why the environment did not answer it."""
 CUT_INFO = "quiver_cut_characters"
 """Key in a turn's info: how many characters of the observation were cut."""
-LIMITS = ("max_turns", "max_tokens", "context", "max_tool_calls", "max_images")
+LIMITS = ("max_turns", "max_tokens", "context", "max_tool_calls", "max_images", "max_audio")
 """End reasons of episodes that a limit ended."""
 COUNTS = ("turns", "tool_calls", "parse_errors", "observation_tokens")
 """Quantities counted for each episode."""

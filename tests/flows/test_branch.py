@@ -205,7 +205,7 @@ def test_where_a_rewritten_history_shows_its_pictures_is_not_known(tmp_path):
     row = episodes.row("000000-0", turns, prompt_ids=prompt["prompt_ids"])
     policy = store.open(sight.REFS["policy"])
     rollouts = episodes.write(store, policy, [row], "sees", prompts)
-    with pytest.raises(SchemaError, match="the places of its pictures are not known"):
+    with pytest.raises(SchemaError, match="the places of its pictures and clips are not known"):
         branched(store, 1, "cut", str(rollouts.ref))
 
 

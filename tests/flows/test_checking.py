@@ -378,6 +378,40 @@ def test_a_critic_that_cannot_start_is_refused_as_the_run_refuses_it(folder):
         check(*settings, "optimize.critic_from=judge/policy@0")
 
 
+def refused_before_prompts(problem: str, *settings: str) -> None:
+    """By `quiver check`, and by a run once it has its base model."""
+    with pytest.raises((ConfigError, LineageError), match=problem):
+        check(*settings)
+    recipe = load("recipe.toml", settings).resolved()
+    with pytest.raises((ConfigError, LineageError), match=problem), by_hand(recipe):
+        Chain(recipe).import_policy()
+    assert Store("store").numbers(recipe.run, "prompts") == []
+
+
+def test_layers_that_the_model_lacks_are_refused_as_the_run_refuses_them(folder):
+    problem = "no linear layer inside the model is called 'q_porj'"
+    refused_before_prompts(problem, "optimize.lora.target_modules=['q_porj']")
+    check("optimize.lora.target_modules=['q_proj']")
+
+
+def test_a_reference_with_other_tokens_is_refused_as_the_run_refuses_it(folder):
+    make_folder(folder / "other")
+    path = folder / "other" / "tokenizer.json"
+    about = json.loads(path.read_text())
+    vocabulary = about["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[10:12]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    path.write_text(json.dumps(about))
+    make = partial(run_stage, "policy", store=Store("store"), in_process=True)
+    make({"model": str(folder / "other")}, into="teacher")
+    make({"model": str(folder / "model")}, into="twin")
+    settings = ["run=taught", "optimize.kl_coef=0.05"]
+    problem = "teacher/policy@0: its tokenizer is another than taught/policy@0"
+    refused_before_prompts(problem, *settings, "reference.policy=teacher/policy@0")
+    check(*settings, "reference.policy=twin/policy@0")
+    check("run=taught", "reference.policy=teacher/policy@0")
+
+
 def test_another_base_model_is_refused_as_the_run_refuses_it(folder):
     recipe = load("recipe.toml").resolved()
     run_stage("policy", recipe.policy, recipe.store, into=recipe.run, in_process=True)

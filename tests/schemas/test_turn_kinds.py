@@ -50,6 +50,14 @@ def test_pictures_stand_in_observations():
     assert kind_of(rollouts.check(none)) == "rollouts/3"
 
 
+def test_clips_stand_there_too():
+    row = {**ROW, "turns": TURNS, "end_reason": "max_audio", "images": None, "audio": [IMAGE]}
+    assert kind_of(rollouts.check(pa.Table.from_pylist([row], rollouts.OF_CLIPS))) == "rollouts/4"
+    row["audio"] = [{**IMAGE, "turn": 1}]
+    with pytest.raises(SchemaError, match="row 0: audio has no ids at 1 of its turn 1"):
+        rollouts.check(pa.Table.from_pylist([row], rollouts.OF_CLIPS))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -62,7 +70,7 @@ def test_pictures_stand_in_observations():
     ],
 )
 def test_a_picture_beside_its_observation_is_refused(change):
-    with pytest.raises(SchemaError, match="row 0: no ids of a picture at"):
+    with pytest.raises(SchemaError, match="row 0: images has no ids at"):
         rollouts.check(with_images({**IMAGE, **change}))
 
 

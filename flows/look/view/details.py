@@ -21,7 +21,7 @@ from rich.style import Style
 from rich.text import Text
 
 from quiver.flows.look.describe import piece_lines
-from quiver.flows.look.episodes import MOST_PICTURES, pieces_of
+from quiver.flows.look.episodes import pieces_of
 from quiver.flows.look.joined import Joined, Tokens
 from quiver.flows.look.words import counted
 from quiver.schemas.errors import LineageError, for_terminal
@@ -101,7 +101,6 @@ def sections_of(
     )
     read = reader_of(joined.store, joined.policy)
     starts = list(accumulate((turn["length"] for turn in tokens.turns), initial=0))
-    images = iter(row.get("images", ())[:MOST_PICTURES])
     sections = [(None, [heading])]
     for piece in pieces_of(row, most_turns):
         if piece.turn != sections[-1][0]:
@@ -113,9 +112,8 @@ def sections_of(
         else:
             lines = piece_lines(piece, width, _MOST_LINES)
             text = Text(for_terminal("\n".join(lines)), _STYLES.get(piece.voice, ""))
-            image = next(images, None) if piece.voice == "picture" else None
-            if image:
-                text = Text("\n").join([text, drawn(image["bytes"], width)])
+            if piece.file and piece.name == "picture":
+                text = Text("\n").join([text, drawn(piece.file["bytes"], width)])
         if text:
             sections[-1][1].append(text)
     return [Section(turn, Text("\n").join(texts)) for turn, texts in sections]

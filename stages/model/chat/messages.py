@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from quiver.schemas.outside import MEDIA
+
 _WORD = re.compile(r"\w[\w$.-]{0,63}|\$\w{1,30}")
 """Pattern of words that are assumed to hold no control token. An added token whose text is such a
 word keeps its id in the variables of a template."""
@@ -40,12 +42,14 @@ def save_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def as_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with `images` as templates take it: its content is a list of parts, the
-    pictures first."""
-    if not message.get("images"):
+    """Return a message with pictures or clips as templates take it: its content is a list of parts,
+    these first."""
+    parts: list[dict[str, Any]] = [
+        {"type": modality} for modality, column in MEDIA.items() for _ in message.get(column) or ()
+    ]
+    if not parts:
         return message
-    members = {name: member for name, member in message.items() if name != "images"}
-    parts: list[dict[str, Any]] = [{"type": "image"} for _ in message["images"]]
+    members = {name: member for name, member in message.items() if name not in MEDIA.values()}
     if message["content"]:
         parts.append({"type": "text", "text": message["content"]})
     return {**members, "content": parts}

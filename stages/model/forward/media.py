@@ -44,7 +44,7 @@ class Shown:
     prompt."""
     places: Ragged
     """[B rows] int64, ascending: positions of their features, counted from the start of the prompt,
-    or from its end for observed pictures."""
+    or from its end for observed media."""
 
     @classmethod
     def of_lists(cls, numbers: list, starts: list, places: list) -> Shown:
@@ -60,33 +60,43 @@ class Shown:
         )
 
     @classmethod
-    def of_observations(cls, rows: pa.Table, tokens: Sequence[int], first_number: int) -> Shown:
-        """Read observed pictures from rollouts/3.
+    def of_observations(
+        cls, rows: pa.Table, tokens: Sequence[int], first_numbers: Mapping[str, int]
+    ) -> Shown:
+        """Read observed media from rollouts/3 or rollouts/4.
 
-        Pictures are numbered from `first_number` on; `tokens` are the ids at features' positions.
+        Args:
+            rows: The rollouts.
+            tokens: Ids at features' positions.
+            first_numbers: By column, the number of its first file.
         """
         numbers: list[list[int]] = []
         starts: list[list[int]] = []
         places: list[np.ndarray] = []
-        next_number = first_number
-        for images, turns in zip(rows["images"], rows["turns"], strict=True):
-            spans: list[tuple[int, int, int]] = []
+        next_numbers = dict(first_numbers)
+        for row, turns in enumerate(rows["turns"]):
+            spans: list[tuple[int, int, int, int]] = []
+            for column in first_numbers:
+                files = rows[column][row]
+                if files.is_valid:
+                    fields = (files.values.field(name) for name in ("turn", "start", "length"))
+                    next_numbers[column] += len(files)
+                    of_column = range(next_numbers[column] - len(files), next_numbers[column])
+                    spans += zip(*(field.to_pylist() for field in fields), of_column, strict=True)
+            spans.sort()
             begins = []  # start of each turn's observation, counted from the end of the prompt
             ids = []
-            if images.is_valid:
-                columns = (images.values.field(name) for name in ("turn", "start", "length"))
-                spans = list(zip(*(column.to_pylist() for column in columns), strict=True))
+            if spans:
                 end = 0
                 for turn in turns.as_py():
                     begins.append(end + turn["length"])
                     ids.append(np.array(turn["observation_ids"]))
                     end = begins[-1] + len(ids[-1])
-            numbers.append([*range(next_number, next_number + len(spans))])
-            next_number += len(spans)
-            starts.append([begins[turn] + start for turn, start, _ in spans])
+            numbers.append([number for *_, number in spans])
+            starts.append([begins[turn] + start for turn, start, *_ in spans])
             parts = [
                 begins[turn] + feature_places(ids[turn], [(start, length)], tokens)
-                for turn, start, length in spans
+                for turn, start, length, _ in spans
             ]
             places.append(np.concatenate([np.empty(0, np.int64), *parts]))
         return cls.of_lists(numbers, starts, places)
@@ -121,7 +131,7 @@ class Media:
 
     in_prompts: Shown
     observed: Shown
-    """Pictures shown after the prompts."""
+    """Media shown after the prompts."""
     read: Callable[[Sequence[int]], Inputs]
     """Returns the model inputs of the media with these numbers."""
     tokens: Sequence[int]

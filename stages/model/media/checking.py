@@ -12,7 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import Field
+
 from quiver.schemas.errors import ConfigError, printable
+from quiver.stages.core.config import Config, Runtime
 from quiver.stages.core.run.scripts import AskedScript
 
 _MEMORY_FOR_LIBRARIES = 1024**3
@@ -27,6 +30,29 @@ class Limits(NamedTuple):
     size: float
     bytes: int = 20 * 1024**2
     seconds: float = 10.0
+
+
+class MediaLimits(Config):
+    """Limits of all pictures and clips that a prompt or an environment shows."""
+
+    max_image_pixels: Runtime[int] = Field(default=4096 * 4096, ge=1)
+    """Maximum pixels of a picture; larger pictures are refused."""
+    max_image_bytes: Runtime[int] = Field(default=20 * 1024**2, ge=1)
+    """Maximum bytes of a picture as it is stored."""
+    max_audio_seconds: Runtime[float] = Field(default=300.0, gt=0)
+    """Maximum length of a clip; longer ones, and ones that the policy would cut, are refused."""
+    max_audio_bytes: Runtime[int] = Field(default=64 * 1024**2, ge=1)
+    """Maximum bytes of a clip as it is stored."""
+    decode_seconds: Runtime[float] = Field(default=10.0, gt=0)
+    """Maximum seconds for decoding a picture or clip."""
+
+    def by_modality(self, most_seconds: float) -> dict[str, Limits]:
+        """Return the limits of each modality, for a policy that cuts clips after `most_seconds`."""
+        seconds = min(self.max_audio_seconds, most_seconds)
+        return {
+            "image": Limits(self.max_image_pixels, self.max_image_bytes, self.decode_seconds),
+            "audio": Limits(seconds, self.max_audio_bytes, self.decode_seconds),
+        }
 
 
 class FileCheck:

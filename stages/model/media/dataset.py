@@ -1,7 +1,7 @@
 """Loads the media that saved rollouts were sampled from.
 
 Media of prompts are stored once, in the prompts dataset, which the rollouts' manifest names.
-Observed pictures are in the rollouts themselves.
+Observed media are in the rollouts themselves.
 
 Not of the spine: only prompts with media need it.
 """
@@ -49,10 +49,12 @@ def load_media(store: Store, rollouts: Version, rows: pa.Table, policy: Version)
     LineageError if the sampling policy read media with another processor.
     """
     prompts = open_prompts(store, rollouts)
-    observed = rows["images"].combine_chunks() if "images" in rows.column_names else None
-    if observed is not None and not len(observed.flatten()):
-        observed = None
-    if prompts is None and observed is None:
+    observed = {
+        column: rows[column].combine_chunks().flatten().field("bytes")
+        for column in MEDIA.values()
+        if column in rows.column_names
+    }
+    if prompts is None and not any(map(len, observed.values())):
         return None
     sampler = rollouts.manifest.require_model("policy")
     if sampler.processor != checkpoints.model_entry("policy", policy).processor:
@@ -73,9 +75,10 @@ def load_media(store: Store, rollouts: Version, rows: pa.Table, policy: Version)
         of_group = _of_prompts(rollouts, prompts, tokens)
         numbers = [of_group[group][0] for group in groups]
         places = [of_group[group][1] for group in groups]
+    num_of_prompts = len(sources)
+    modalities = {column: modality for modality, column in MEDIA.items()}
+    sources += [(modalities[column], files) for column, files in observed.items()]
     firsts = np.cumsum([0, *(len(files) for _, files in sources)])
-    if observed is not None:
-        sources.append(("image", observed.flatten().field("bytes")))
 
     def read(chosen: Sequence[int]) -> Inputs:
         contents: dict[str, list[bytes]] = {}
@@ -92,8 +95,9 @@ def load_media(store: Store, rollouts: Version, rows: pa.Table, policy: Version)
 
     in_prompts = Shown.of_lists(numbers, [[-1] * len(shown) for shown in numbers], places)
     after_prompts = Shown.nothing(len(rows))
-    if observed is not None:
-        after_prompts = Shown.of_observations(rows, tokens, int(firsts[-1]))
+    if observed:
+        first_numbers = dict(zip(observed, firsts[num_of_prompts:].tolist(), strict=False))
+        after_prompts = Shown.of_observations(rows, tokens, first_numbers)
     return Media(in_prompts, after_prompts, read, tokens, features_merged(policy))
 
 

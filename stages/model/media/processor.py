@@ -10,6 +10,7 @@ Not of the spine: only prompts with pictures or clips need it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,13 @@ from quiver.schemas.errors import ConfigError
 from quiver.schemas.prompts import MEDIA
 from quiver.stages.core.store import Version
 from quiver.stages.model import checkpoints
-from quiver.stages.model.families import HEARING, OTHER_AXES, THREE_AXES, load_folders_processor
+from quiver.stages.model.families import (
+    HEARING,
+    OTHER_AXES,
+    THREE_AXES,
+    GridProcessor,
+    load_folders_processor,
+)
 from quiver.stages.model.folder import load_errors
 from quiver.stages.model.media import WORDS
 from quiver.stages.model.media.decoder import open_clip, open_image
@@ -84,9 +91,15 @@ class Processor:
         Raises:
             ConfigError: About `name`: `ids` do not have one placeholder for each of `contents`.
         """
+        for modality in contents.keys() - self.placeholder_ids.keys():
+            raise ConfigError(
+                name,
+                f"{self.name} reads no {WORDS[modality]}s",
+                next="take a model that does, or leave them out",
+            )
         expanded: list[int] = []
         spans = []
-        modalities = {self.placeholder_ids.get(modality): modality for modality in contents}
+        modalities = {self.placeholder_ids[modality]: modality for modality in contents}
         unread = {modality: list(files) for modality, files in contents.items()}
         shown = Counter(modalities[id] for id in ids if id in modalities)
         for modality, files in contents.items():
@@ -96,7 +109,7 @@ class Processor:
                     f"its ids have the placeholders of {shown[modality]} {WORDS[modality]}s, and "
                     f"there are {len(files)}",
                     next="set prompt.template to one that shows each part of type "
-                    f"{modality}, or give one id {self.placeholder_ids.get(modality)} for each",
+                    f"{modality}, or give one id {self.placeholder_ids[modality]} for each",
                 )
         for id in ids:
             if id not in modalities:
@@ -109,14 +122,25 @@ class Processor:
                     f"a {WORDS[modalities[id]]} is too short: {self.name} makes no feature of it",
                     next="take the row out of the source",
                 )
-            spans.append(Span(modalities[id], len(expanded), len(seen.ids)))
+            start = len(expanded)
+            is_adjacent = bool(spans) and spans[-1].start + spans[-1].length == start
+            if is_adjacent and isinstance(self._processor, GridProcessor):
+                raise ConfigError(
+                    name,
+                    "two of its pictures have no id between them, by which models with positions "
+                    "of three axes tell pictures apart",
+                    next="put the model's marks of pictures, or a text, between them",
+                )
+            spans.append(Span(modalities[id], start, len(seen.ids)))
             expanded += seen.ids.tolist()
         return expanded, spans
 
     @property
     def most_seconds(self) -> float:
         """Length of the longest clip that it does not cut."""
-        extractor = self._processor.feature_extractor
+        extractor = getattr(self._processor, "feature_extractor", None)
+        if extractor is None:
+            return math.inf
         return getattr(self._processor, "max_audio_len", extractor.chunk_length)
 
     def open(self, modality: str, content: bytes) -> Any:
@@ -173,7 +197,15 @@ def load_processor(version: Version, *modalities: str) -> Processor:
 
 def require_senses(name: str, policy: Version, modalities: Iterable[str]) -> None:
     """Raise ConfigError about `name` unless the policy reads media of these modalities."""
-    missing = set(modalities) - set(checkpoints.modalities(policy))
+    asked = set(modalities)
+    missing = asked - set(checkpoints.modalities(policy))
+    if missing and len(asked) > 1:
+        raise ConfigError(
+            name,
+            f"{policy.ref} does not read both pictures and clips, and no model type that is known "
+            "here does",
+            next="leave data.images and max_images out, or data.audio and max_audio",
+        )
     if "image" in missing:
         raise ConfigError(
             name,

@@ -222,7 +222,7 @@ def test_a_policy_that_is_cut_off_more_often_is_not_better(store):
 
 
 def test_episodes_that_any_limit_ended_count_and_failed_ones_do_not(store, policy):
-    limits = ("max_turns", "max_tokens", "context", "max_tool_calls", "max_images")
+    limits = ("max_turns", "max_tokens", "context", "max_tool_calls", "max_images", "max_audio")
     others = ("answered", "environment", "parse_error", "timeout", "environment_error")
     rows = [
         episodes.row(f"{reason}-0", [episodes.turn(1)], end_reason=reason)

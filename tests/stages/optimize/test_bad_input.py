@@ -155,7 +155,7 @@ CASES = {
         rows=lambda row: {**row, "temperature": 0.0} if row["rollout_id"] == "r-001-2" else row,
     ),
     "temperatures that the logprobs were not sampled at": Case(
-        "E-NUMERIC", 8, "optimize audit", ["max_mean_gap = 0.1", "another temperature"], "with the checkpoint that is trained", rows=heated
+        "E-NUMERIC", 8, "optimize audit", ["max_mean_gap = 0.1", "another temperature"], 'generate.dtype = "float32" and optimize.precision = "fp32"', rows=heated
     ),
     "no scored rollout": Case(
         "E-NUMERIC", 8, "tiny/rewards@2", ["0 of 16 rollouts are scored"], "raise generate.sampling.max_tokens", score=lambda row: None

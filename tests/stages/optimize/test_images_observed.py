@@ -16,15 +16,16 @@ from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 from quiver.stages.model.media.dataset import load_media
 from quiver.stages.turns.environment import (
+    files_in,
     for_people,
-    pictures_in,
     read_answer,
-    read_images,
+    read_media,
     read_messages,
     read_step,
 )
 from quiver.stages.turns.reenact import reenact
 from tests import sight
+from tests.shown import OPTIMIZE
 from tests.tiny import make_policy
 from tests.writing import begin, run_here
 
@@ -60,13 +61,6 @@ ROWS = [
 ]
 # what ends a turn stands in most texts of random weights
 SAMPLING = {"max_tokens": 6, "temperature": 0.9, "stop_token_ids": [*range(100, 300)]}
-OPTIMIZE = {
-    "algorithm": "grpo",
-    "precision": "fp32",
-    "learning_rate": 1e-3,
-    "drop_zero_variance": False,
-    "device": "cpu",
-}
 
 
 def episodes_of(folder, kind="idefics3", game=GAME, rows=ROWS, **turns):
@@ -385,12 +379,12 @@ def picture(mode: str) -> Image.Image:
 def test_what_a_tool_may_return(returned, content, count):
     message = read_answer(returned)
     assert message["content"] == content
-    shown = pictures_in([message])
+    shown = files_in([message]).get("image", [])
     assert len(shown) == count and all(sight.decode(each) for each in shown)
 
 
 def test_people_are_told_the_beginning_of_a_pictures_own_hash():
-    message = {"role": "user", "content": "x", "images": read_images([b"bytes"])}
+    message = {"role": "user", "content": "x", "images": read_media("image", [b"bytes"])}
     assert for_people([message]) == f"[picture {hashlib.sha256(b'bytes').hexdigest()[:12]}]\nx"
     with pytest.raises(ValueError, match="images are ndarray, expected a list"):
-        read_images(np.zeros((2, 2, 3), np.uint8))
+        read_media("image", np.zeros((2, 2, 3), np.uint8))

@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     Gemma3ForCausalLM,
@@ -21,7 +22,7 @@ from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.model.checkpoints import model_entry
 from quiver.stages.model.loading import load_as_stored, load_model
 from quiver.stages.optimize.config import Lora
-from quiver.stages.optimize.lora import attach, load_with_adapters, narrow_frozen
+from quiver.stages.optimize.lora import attach, load_with_adapters, narrow_frozen, require_layers
 from quiver.stages.optimize.stage import Config, check
 from quiver.stages.optimize.trainer import Trainer
 from tests.stages.optimize import world
@@ -279,6 +280,46 @@ def test_names_that_are_no_layer_are_refused(policy, name):
     names = "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     assert names in caught.value.message
     assert name != "q_porj" or caught.value.next == "set target_modules = ['q_proj']"
+
+
+def experts_policy(store, folder, kind: str):
+    """A tiny policy with a mixture of experts."""
+    shutil.copytree(make_folder(folder / "tiny"), folder / "experts")
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    experts = {"num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    widths = dict.fromkeys(("intermediate_size", "intermediate_size_mlp"), 32)
+    experts |= {"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, **widths}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 320}
+    config = AutoConfig.for_model(kind, num_hidden_layers=2, **sizes, **experts, **ids)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "experts")
+    config = {"model": str(folder / "experts")}
+    return store.open(run_here("policy", config, store, into=kind.partition("_")[0]))
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", "phimoe"])
+def test_a_router_of_experts_gets_no_adapter(store, tmp_path, kind):
+    """It is derived from a linear layer and gives several tensors."""
+    policy = experts_policy(store, tmp_path, kind)
+    model = load_model(policy, dtype=torch.float32)
+    attach(Lora(**SMALL), model, policy, seed=0)
+    model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert any("q_proj" in name for name in trained)
+    assert not any("router" in name for name in trained)
+    with pytest.raises(ConfigError, match="no linear layer inside the model is called 'router'"):
+        require_layers(Lora(target_modules=["router"]), policy)
+
+
+def test_layers_are_checked_without_the_weights(store, tmp_path, policy):
+    """Of experts, to which peft gives adapters of its own, and of a name that is none."""
+    experts = experts_policy(store, tmp_path, "deepseek_v3")
+    with pytest.raises(ConfigError, match="peft gives no adapter to"):
+        require_layers(Lora(**SMALL), experts)
+    require_layers(Lora(target_modules=["q_b_proj"]), experts)
+    with pytest.raises(ConfigError, match="no linear layer inside the model") as caught:
+        require_layers(Lora(target_modules=["q_porj"]), policy)
+    assert caught.value.next == "set target_modules = ['q_proj']"
+    require_layers(Lora(**SMALL), policy)
 
 
 def test_an_adapter_of_another_model_is_refused(store, policy, made):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from PIL import Image
 
@@ -18,6 +19,7 @@ from quiver.schemas.prompts import OURS
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 from quiver.stages.model.families import OTHER_AXES, THREE_AXES
+from quiver.stages.model.loading import load_model
 from quiver.stages.model.media.checking import FileCheck, Limits
 from quiver.stages.model.media.decoder import open_image
 from quiver.stages.model.media.processor import load_processor
@@ -321,6 +323,33 @@ def test_parts_and_pictures_go_together(store, policy, tmp_path, row, message):
     with pytest.raises(ConfigError) as caught:
         render(store, tmp_path, [{**row, "images": ["0.png"]}])
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "idefics3"])
+def test_pictures_side_by_side_need_an_id_between_where_positions_have_three_axes(
+    store, tmp_path, kind
+):
+    """As in transformers, which takes both for one picture and then lacks features."""
+    policy = sight.make_policy(store, tmp_path / "model", kind, kind)
+    for number in range(2):
+        (tmp_path / f"{number}.png").write_bytes(sight.png(number, (32, 32)))
+    options = {"policy": str(policy.ref), "prompt": None, "prompt_ids": "prompt_ids"}
+
+    def shown(*between: int):
+        row = {"prompt_ids": [7, IMAGE, *between, IMAGE, 8], "images": ["0.png", "1.png"]}
+        return render(store, tmp_path, [row], **options).table()["spans"][0]
+
+    assert len(shown(9)) == 2
+    if kind == "idefics3":
+        assert len(shown()) == 2
+        return
+    with pytest.raises(ConfigError, match="two of its pictures have no id between them"):
+        shown()
+    model = load_model(policy, dtype=torch.float32)
+    row = {"prompt_ids": [7, *[IMAGE] * 8, 8], "completion_ids": [5]}
+    inputs = sight.own_inputs(policy.files.folder, row, [sight.png(n, (32, 32)) for n in range(2)])
+    with pytest.raises((RuntimeError, ValueError, StopIteration)):
+        model(**inputs)
 
 
 def test_a_policy_that_sees_nothing_is_told_so(store, tmp_path):

@@ -165,6 +165,15 @@ def test_a_policy_that_hears_nothing_is_refused(store, tmp_path):
     assert "glmasr or qwen2_audio" in refusal.value.next
 
 
+@pytest.mark.parametrize("policy", [POLICY, "sees/policy@0"])
+def test_pictures_and_clips_together_are_refused(store, tmp_path, policy):
+    """Each model type that is known reads one of them."""
+    sight.make_policy(store, tmp_path / "sees")
+    rows = [{"prompt": "one", "audio": "1.wav", "images": "0.png"}]
+    with pytest.raises(ConfigError, match=f"{policy} does not read both pictures and clips"):
+        render(store, tmp_path, rows, policy, prompt="prompt", images="images")
+
+
 def test_ids_hold_one_placeholder_for_each_clip(store, tmp_path):
     row = {"prompt_ids": [7, sound.AUDIO, 8, sound.AUDIO, 9], "audio": ["0.flac", "1.wav"]}
     (found,) = render(store, tmp_path, [row], prompt_ids="prompt_ids")

@@ -23,7 +23,7 @@ from quiver.stages.turns.environment import (
     Step,
     Turn,
     call_tool,
-    pictures_in,
+    files_in,
     read_opening,
     read_step,
 )
@@ -317,7 +317,7 @@ def test_the_tools_of_a_server_that_speaks_mcp(tmp_path):
     answers = answers_of(environment, *(Call("price", thing) for thing in things))
     assert answers[0] == "6 for bread" and answers[1].startswith("Error: RuntimeError")
     (message,) = environment.step(Turn("", (Call("look", {"thing": "bread"}),))).messages
-    assert message["content"] == "bread" and pictures_in([message]) == [b"bread"]
+    assert message["content"] == "bread" and files_in([message]) == {"image": [b"bread"]}
     with pytest.raises(ConfigError, match="server cannot be used"):
         open_source("", ["mcp:/nowhere/server"], {})
 

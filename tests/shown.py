@@ -1,0 +1,178 @@
+"""Rollouts on prompts that show pictures or play clips, and the whole model's own pass over them.
+
+shown.sample(store, sight.REFS)
+rows, sequences, numbers = shown.read(store, "sees", "images")
+shown.require_own_pass(model, "shared", (rows, sequences, numbers), inputs_of)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from quiver.stages.core.store import Store
+from quiver.stages.model.forward.layout import Sequences, prompt_numbers
+from quiver.stages.model.forward.policy import Policy
+from quiver.stages.model.media.dataset import load_media
+from quiver.stages.model.ragged import Ragged
+from tests import sight
+from tests.stages.model.forward.test_policy import packed
+from tests.writing import begin, run_here
+
+REWARD = """
+def score(completion_ids):
+    return [sum(ids) % 7 for ids in completion_ids]
+"""
+OPTIMIZE = {
+    "algorithm": "grpo",
+    "precision": "fp32",
+    "learning_rate": 1e-3,
+    "drop_zero_variance": False,
+    "device": "cpu",
+}
+MODES = ("shared", "packed", "single")
+Read = tuple[list[dict], Sequences, list[int]]
+"""Rollouts, each with the bytes of its files; what the model reads of them; their prompts' numbers."""
+
+
+def sample(store: Store, refs: dict[str, str]) -> str:
+    """The reference of scored rollouts on the prompts of `refs`."""
+    rollouts = str(run_here("generate", sight.GENERATE, store, **refs))
+    score(store, rollouts)
+    return rollouts
+
+
+def score(store: Store, rollouts: str) -> str:
+    """The reference of rewards."""
+    path = Path(store.url).parent / "rewards.py"
+    path.write_text(REWARD)
+    config = {"functions": [{"use": f"{path}:score"}]}
+    return str(run_here("reward", config, store, rollouts=rollouts))
+
+
+def read(store: Store, run: str, column: str, change: Callable = lambda ids: ids) -> Read:
+    """The first rollouts of a run whose prompts have files in `column`. `change`: of each row's
+    sampled ids."""
+    rollouts = store.open(f"{run}/rollouts@1")
+    media = load_media(store, rollouts, rollouts.table(), store.open(f"{run}/policy@0"))
+    rows = rollouts.table().to_pylist()
+    asked = store.open(f"{run}/prompts@1").table().to_pylist()
+    prompts = {row["group_id"]: row for row in asked}
+    for row in rows:
+        row[column] = [file["bytes"] for file in prompts[row["group_id"]][column]]
+        row["completion_ids"] = change(row["completion_ids"])
+    prompt_ids, completions = (
+        Ragged.from_lengths(
+            torch.tensor([id for row in rows for id in row[name]]),
+            torch.tensor([len(row[name]) for row in rows]),
+        )
+        for name in ("prompt_ids", "completion_ids")
+    )
+    temperature = torch.full((len(rows),), 0.9)
+    sequences = Sequences(prompt_ids, completions, temperature, media=media)
+    return rows, sequences, prompt_numbers(prompt_ids, [row["group_id"] for row in rows])
+
+
+def logprobs_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Logprobs of `ids` [T], from the logits [T, V] before each, at the rollouts' temperature."""
+    return (logits / 0.9).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+
+
+def require_own_pass(
+    model: Any,
+    mode: str,
+    given: Read,
+    inputs_of: Callable[[dict], dict],
+    budgets: tuple[int, ...] = (10_000,),
+) -> set[str]:
+    """Logprobs and gradients are those of the whole model, which merges features itself. Returns
+    the names of the weights that have a gradient.
+
+    Args:
+        model: The model.
+        mode: The way of packing.
+        given: The result of `read`.
+        inputs_of: What the whole model takes for a row.
+        budgets: Token budgets to try.
+    """
+    rows, sequences, numbers = given
+    own = [
+        logprobs_of(
+            model(**inputs_of(row)).logits[0, len(row["prompt_ids"]) - 1 : -1],
+            torch.tensor(row["completion_ids"]),
+        )
+        for row in rows
+    ]
+    expected = torch.cat(own)
+    weights = torch.randn(len(expected), generator=torch.Generator().manual_seed(1))
+    (weights * expected).sum().backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    total = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    for budget in budgets:
+        model.zero_grad()
+        logprobs = packed(Policy(model, autocast=False), mode, sequences, numbers, budget)
+        torch.testing.assert_close(logprobs, expected, rtol=5e-6, atol=1e-5)
+        (weights * logprobs).sum().backward()
+        for name, parameter in model.named_parameters():
+            if name in gradients:
+                gap = (parameter.grad - gradients[name]).norm()
+                assert gap <= 1e-5 * gradients[name].norm() + 1e-6 * total, name
+    return set(gradients)
+
+
+def require_logprobs(model: Any, given: Read, expected: list[torch.Tensor]) -> None:
+    """Every way of packing gives these logprobs."""
+    _, sequences, numbers = given
+    for mode in MODES:
+        logprobs = packed(Policy(model, autocast=False), mode, sequences, numbers, 10_000)
+        torch.testing.assert_close(logprobs, torch.cat(expected), rtol=5e-6, atol=1e-5)
+
+
+def changed_weights(loader: Any, store: Store, run: str, **options: Any) -> set[str]:
+    """The names of the weights that a training on the first rollouts changes, after an audit
+    without a gap."""
+    refs = {kind: f"{run}/{kind}@1" for kind in ("rollouts", "rewards")}
+    refs["policy"] = f"{run}/policy@0"
+    ref = run_here("optimize", {**OPTIMIZE, **options}, store, into="trained", **refs)
+    assert store.open(ref).manifest.metrics["audit"]["max_gap"] < 3e-5
+    before, after = (
+        loader.from_pretrained(store.open(each).files.folder).state_dict()
+        for each in (refs["policy"], str(ref))
+    )
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def with_other_files(store: Store, run: str, column: str, others: dict[bytes, bytes]) -> dict:
+    """References for a training on the same rollouts, as if sampled from prompts with `others` in
+    place of their files."""
+    prompts = store.open(f"{run}/prompts@1").table()
+    cells = [
+        [{**file, "bytes": others[file["bytes"]]} for file in files]
+        for files in prompts[column].to_pylist()
+    ]
+    place, field = prompts.schema.get_field_index(column), prompts.schema.field(column)
+    about = {"stage_version": 1, "config": sight.Plain()}
+    with begin(store, "swapped", "prompts", stage="prompt", inputs={}, **about) as work:
+        work.write(0, prompts.set_column(place, field, pa.array(cells, field.type)))
+        about["inputs"] = {"prompts": work.commit()}
+    rollouts = store.open(f"{run}/rollouts@1")
+    about["models"] = rollouts.manifest.models
+    with begin(store, "swapped", "rollouts", stage="generate", **about) as work:
+        work.write(0, rollouts.table())
+        swapped = str(work.commit().ref)
+    return {"rollouts": swapped, "rewards": score(store, swapped), "policy": f"{run}/policy@0"}
+
+
+def require_scored_as_sampled(store: Store, run: str, atol: float) -> None:
+    """The stage logprobs gives what the engine gave."""
+    config = {"role": "ref", "precision": "fp32", "device": "cpu"}
+    refs = {"rollouts": f"{run}/rollouts@1", "policy": f"{run}/policy@0"}
+    scored = store.open(run_here("logprobs", config, store, **refs)).table()
+    sampled = store.open(refs["rollouts"]).table()
+    for now, then in zip(scored["logprobs"], sampled["old_logprobs"], strict=True):
+        np.testing.assert_allclose(now.as_py(), then.as_py(), atol=atol)
