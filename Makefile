@@ -7,7 +7,7 @@ STAMP := .venv/.installed-$(LOCK)
 DRIVER := 580
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: setup demo servers test slow torture gpu oracle environments mutants bench keys lint lock
+.PHONY: setup demo servers test slow torture gpu gpu-report oracle environments mutants bench keys lint lock
 
 setup: $(STAMP)
 
@@ -70,6 +70,12 @@ torture: setup servers
 
 gpu: setup
 	$(PYTEST) -m gpu
+
+# The first quarter of an hour on a GPU, in parts that write into OUT as they go. It needs no setup: PyTorch alone will do
+OUT ?= gpu-report
+REPORT_PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
+gpu-report:
+	$(REPORT_PYTHON) -m tests.benchmarks.gpu_report --out "$(OUT)" $(QUICK) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(PARTS),--parts $(PARTS))
 
 # The other systems that tests/oracles compares with, in a folder of their own; without them those tests skip
 ORACLES := 'trl==1.16.*' 'verl==0.9.1' 'tensordict==0.10.*' ray msgpack omegaconf pyvers codetiming
