@@ -85,7 +85,7 @@ def test_a_kernel_gives_ligers_numbers(name):
 
 
 LENGTHS, VOCABULARY, FACTOR = (5, 6), 1031, 0.8
-BOUNDS = (0.2, 0.28)
+BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}
 ADVANTAGES = torch.tensor([1.3, -0.7])
 
 
@@ -111,7 +111,7 @@ def our_loss(hidden, weight):
     )
     offsets = torch.tensor([0, 5, 11], device=DEVICE)
     advantages = ADVANTAGES.repeat_interleave(torch.tensor(LENGTHS)).to(DEVICE)
-    losses, at_bound = clipped(Tokens(logprobs, old, advantages, offsets), *BOUNDS)
+    losses, at_bound = clipped(Tokens(logprobs, old, advantages, offsets), **BOUNDS)
     assert 0 < int(at_bound.sum()) < 11
     return losses, logprobs
 
@@ -128,7 +128,7 @@ def ligers_loss(hidden, weight):
     ]
     mask = padded[2]
     losses, _, _ = grpo_loss.GrpoLossFunction.apply(
-        logits, padded[1], None, padded[0], ADVANTAGES.to(DEVICE), mask, 1 / FACTOR, 0.0, *BOUNDS,
+        logits, padded[1], None, padded[0], ADVANTAGES.to(DEVICE), mask, 1 / FACTOR, 0.0, *BOUNDS.values(),
         False, "grpo", None, False,
     )  # fmt: skip
     logprobs = grpo_loss.fused_selective_log_softmax(logits.detach(), padded[0], 1 / FACTOR, mask)
