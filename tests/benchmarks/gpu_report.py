@@ -81,6 +81,7 @@ def main() -> None:
     if arguments.part:
         PARTS[arguments.part].run(arguments.quick, arguments.work)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part ends too
     with tempfile.TemporaryDirectory(prefix="gpu-report-") as work:
         site = make_site(Path(work, "site"), arguments.wheels)
         environment = {

@@ -1,11 +1,9 @@
 """Liger's kernels as a second oracle of ours, beside float64: the same inputs, outputs and gradients,
 and GRPO's clipped loss from hidden states to their gradients.
 
-They run where liger_kernel is installed (`.peers`, by `make bench`). By Triton's interpreter they run
-on a CPU: `pytest -p tests.interpreted_kernels -m gpu tests/gpu/test_liger_gpu.py`.
+They run where liger_kernel is installed.
 """
 
-import os
 from functools import partial
 
 import pytest
@@ -14,13 +12,10 @@ import torch
 from quiver.stages.optimize.losses import Tokens, clipped
 from tests.stages.model.forward import kernel_cases as cases
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda"
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1",
-        reason="there is no CUDA device here",
-    ),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
 WHY = "liger-kernel is not installed here"
 grpo_loss = pytest.importorskip("liger_kernel.ops.grpo_loss", reason=WHY)
