@@ -7,7 +7,7 @@ STAMP := .venv/.installed-$(LOCK)
 DRIVER := 580
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: setup demo servers test slow torture gpu oracle environments mutants bench keys lint lock
+.PHONY: setup demo servers test slow torture gpu gpu-report oracle environments mutants bench keys lint lock
 
 setup: $(STAMP)
 
@@ -20,6 +20,11 @@ $(STAMP): $(LOCK) pyproject.toml
 	@$(PYTHON) -c 'import sys; found = "%d.%d" % sys.version_info[:2]; sys.exit(found not in "$(PYTHONS)".split() and "Quiver runs on Python $(PYTHONS), found " + found + ": make setup PYTHON=python3.11")'
 	@case $(LOCK) in *gpu*) driver=$$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1); \
 		test "$${driver:-$(DRIVER)}" = "$(DRIVER)" || test "$${driver%%.*}" -ge $(DRIVER) || { echo "The GPU's driver is $$driver, and $(TORCH) needs $(DRIVER) or newer: install that first." >&2; exit 1; };; esac
+# Triton compiles a small C file against Python's headers at its first launch; so do Quiver's kernels and vLLM
+	@case $(LOCK) in *gpu*) compiler=$${CC:-$$(command -v gcc || command -v clang)}; \
+		command -v "$${compiler%% *}" >/dev/null || { echo "No C compiler ($${compiler:-gcc or clang}), and Triton needs one on a GPU: install it first (apt-get install gcc, or dnf install gcc)." >&2; exit 1; }; \
+		header=$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include", "posix_prefix"))')/Python.h; \
+		test -e "$$header" || { echo "There is no $$header, and Triton needs it on a GPU: install Python's headers first (apt-get install python3-dev, or dnf install python3-devel)." >&2; exit 1; };; esac
 	@for stamp in .venv/.installed-*; do if [ -e "$$stamp" ] && [ "$$stamp" != "$@" ]; then \
 		echo "The .venv was made from $${stamp#.venv/.installed-}: it is made anew."; rm -rf .venv; fi; done
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
@@ -65,6 +70,12 @@ torture: setup servers
 
 gpu: setup
 	$(PYTEST) -m gpu
+
+# The first quarter of an hour on a GPU, in parts that write into OUT as they go. It needs no setup: PyTorch alone will do
+OUT ?= gpu-report
+REPORT_PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
+gpu-report:
+	$(REPORT_PYTHON) -m tests.benchmarks.gpu_report --out "$(OUT)" $(QUICK) $(if $(WHEELS),--wheels "$(WHEELS)") $(if $(PARTS),--parts $(PARTS))
 
 # The other systems that tests/oracles compares with, in a folder of their own; without them those tests skip
 ORACLES := 'trl==1.16.*' 'verl==0.9.1' 'tensordict==0.10.*' ray msgpack omegaconf pyvers codetiming

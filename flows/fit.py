@@ -319,8 +319,7 @@ class Estimate:
         devices = self._devices(of_engine, num_shards)
         dtype = config.dtype
         if dtype == "auto":
-            has_bfloat16 = on_gpu or torch.cpu.get_capabilities().get("avx512_bf16")
-            dtype = "bfloat16" if has_bfloat16 else "float32"
+            dtype = "bfloat16" if on_gpu else "float32"
         width = _width(dtype)
         if config.engine == "transformers":
             together = options.get("batch_size", 32)

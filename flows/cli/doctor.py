@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -49,6 +50,8 @@ EXTRAS = {
 DRIVER = "580"
 """The oldest NVIDIA driver that torch's CUDA wheels support."""
 GPU_SECONDS = 120.0
+NODES = Path("/dev")
+"""Folder of device nodes."""
 _ASK_TORCH = """
 import json, torch
 answer = {"torch": torch.__version__, "cuda": torch.version.cuda, "devices": 0, "reason": ""}
@@ -150,10 +153,21 @@ def installation(findings: Findings) -> None:
 
 
 def gpu(findings: Findings) -> None:
-    """Check if there is a GPU and if torch can use it."""
+    """Check if there is a GPU, and if torch and Triton can use it."""
     facts: dict[str, Any] = {"devices": [], "cuda": None}
     findings.facts["gpu"] = facts
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not shutil.which("nvidia-smi"):
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return
+    if not shutil.which("nvidia-smi"):
+        if node := next(NODES.glob("nvidia[0-9]*"), None):
+            findings.problems.append(
+                ResourceError(
+                    "GPU",
+                    f"{node} is there, but nvidia-smi is not, so make setup installs for a CPU",
+                    next="install the NVIDIA driver's utilities (in a container: set "
+                    "NVIDIA_DRIVER_CAPABILITIES=compute,utility)",
+                )
+            )
         return
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     done = _run(query)
@@ -167,6 +181,7 @@ def gpu(findings: Findings) -> None:
         )
         return
     facts["devices"] = done.stdout.strip().splitlines()
+    findings.problems += _missing_for_triton()
     done = _run([sys.executable, "-c", _ASK_TORCH])
     answer = {"reason": done, "cuda": None} if isinstance(done, str) else json.loads(done.stdout)
     facts["cuda"] = answer["cuda"]
@@ -183,6 +198,29 @@ def gpu(findings: Findings) -> None:
                 else f"install the NVIDIA driver, version {DRIVER} or later",
             )
         )
+
+
+def _missing_for_triton() -> list[QuiverError]:
+    """Return what Triton lacks, for which it looks here too: at its first launch it compiles a
+    small C file against Python's headers. Quiver's kernels and vLLM need that."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    missing = []
+    if not compiler or not shutil.which(compiler.split()[0]):
+        name = f"$CC ({printable(compiler)})" if compiler else "gcc or clang"
+        missing.append(("a C compiler", name, "gcc", "gcc"))
+    if not header.exists():
+        packages = (f"python{python}-dev", f"python{python}-devel")
+        missing.append(("Python's headers", str(header), *packages))
+    return [
+        ResourceError(
+            what,
+            f"there is no {where}, and Triton cannot start a kernel on the GPU without it",
+            next=f"apt-get install {debian} (Debian, Ubuntu), or dnf install {fedora} (Fedora)",
+        )
+        for what, where, debian, fedora in missing
+    ]
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:

@@ -33,8 +33,8 @@ class Config(Base):
     """Number of the round of sampling, from 1; changes the seeds of the same prompts. 0: an
     evaluation. A recipe's flow sets it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype that the model computes in. auto: bfloat16 if the hardware supports it, else
-    float32."""
+    """Dtype that the model computes in. auto: the trainer's default, which is bfloat16 on a GPU
+    (float32 if the GPU has none) and float32 on a CPU. vLLM's FlashAttention takes no float32."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum tokens of prompt and completion together. Default: the model's context."""
     turns: Turns | None = None

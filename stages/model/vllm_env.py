@@ -39,6 +39,15 @@ _ON_CPU = {
     # spinning threads slow a shared machine down tenfold; torch reads this when first imported
     "OMP_WAIT_POLICY": "PASSIVE",
 }
+_CAUSES = {
+    "Error in memory profiling": "another process freed GPU memory while vLLM measured its own: "
+    "run the same command again once no other process starts or ends on that GPU",
+    "Free memory on device": "other processes hold GPU memory, and gpu_memory_utilization is a "
+    "share of the total, not of the free memory: end them, or lower it",
+    "Try increasing `gpu_memory_utilization`": "weights leave too little of that share for the "
+    "cache: raise gpu_memory_utilization, or lower max_model_len",
+}
+"""Words of vLLM's errors about a GPU's memory, and what to do."""
 log = logging.getLogger(__name__)
 
 
@@ -162,9 +171,14 @@ def fatal(who: str, problem: str, next: str) -> Iterator[None]:
         raise
     except Exception as error:
         log.debug("vLLM %s", problem, exc_info=True)
+        text = str(error)
+        known = [advice for words, advice in _CAUSES.items() if words in text]
+        if "See root cause above" in text:  # on a GPU the engine's own process prints it
+            known = [f"if it says {words!r}, {advice}" for words, advice in _CAUSES.items()]
+            known = [f"look for the cause above; {next}", *known]
         raise ResourceError(
             who,
             f"{problem}: {type(error).__name__}: {printable(error)}",
             state="finished shards are kept; nothing else was written.",
-            next=next,
+            next="; ".join(known) or next,
         ) from error

@@ -15,6 +15,11 @@ Means are over the sampled tokens. `trainer` are the trainer's logprobs under th
 training starts from, `old` the engine's. If prox logprobs are given, the first three hold for them
 as well. Rollouts of an older policy are stale: their trainer − old is only measured, and their prox
 logprobs are held to the bound if they are of the policy that sampled.
+
+A quantized engine samples from rounded weights, so its logprobs differ by more than bfloat16's. It
+is held to the same bound, since a coarser policy is another policy. The report names the
+quantization, and so does the error. Without prox logprobs there is a warning: the rounding counts
+as learning.
 """
 
 from __future__ import annotations
@@ -54,6 +59,12 @@ def audit(
     fresh_rows = [row for row in rows if not is_stale[row]]
     stale_rows = [row for row in rows if is_stale[row]]
     report = _compare(objective, batch, logprobs, fresh_rows, "the trainer's logprobs")
+    if batch.prox_logprobs is None and (rounding := _quantization(batch, rows)):
+        log.warning(
+            "the engine sampled with %s, and without proximal logprobs its rounding counts as a "
+            "change of the policy in the ratio: set logprobs.prox = true",
+            rounding,
+        )
     if stale_rows:
         stale_report = {**_measure_rows(objective, batch, logprobs, stale_rows), "judged": None}
         report = {**report, "stale": stale_report} if report else stale_report
@@ -90,12 +101,21 @@ def _compare(
     report: dict[str, Any] = {}
     if unbiased_rows:
         report = {**_measure_rows(objective, batch, logprobs, unbiased_rows), "judged": "mean_gap"}
+        cause = "with other weights or another temperature, or reported raw logprobs"
+        next_step = ""
+        if rounding := _quantization(batch, unbiased_rows):
+            report["quantization"] = rounding
+            cause += f", or its rounding ({rounding}) is too coarse for this model"
+            next_step = (
+                "sample once without it: if the gap is small then, take a finer quantization, or "
+                "raise optimize.audit.max_mean_gap and let optimize.correction bound the weights"
+            )
         if not report["mean_gap"] <= limit:
             raise _too_far(
                 f"{name} differ from the engine's by {report['mean_gap']:.4f} nats per token on "
                 f"average (at most {report['max_gap']:.3f}), allowed is "
-                f"optimize.audit.max_mean_gap = {limit}. The engine sampled with other weights or "
-                "another temperature, or reported raw logprobs"
+                f"optimize.audit.max_mean_gap = {limit}. The engine sampled {cause}",
+                next_step,
             )
     if biased_rows:
         names = ", ".join(dict.fromkeys(biases[row] for row in biased_rows))
@@ -117,6 +137,12 @@ def _compare(
             )
         report = {**report, "biased": biased_report} if report else biased_report
     return report
+
+
+def _quantization(batch: Batch, rows: Sequence[int]) -> str:
+    """Return how the engine rounded when it sampled rollouts `rows`; empty if it did not."""
+    kinds = batch.quantization or [""] * len(batch.groups)
+    return ", ".join(dict.fromkeys(kinds[row] for row in rows if kinds[row]))
 
 
 def _too_far(message: str, next: str = "") -> NumericError:

@@ -57,6 +57,9 @@ class Batch:
     biases: list[str] | None = None
     """[K] the settings that made the sampled distribution differ from the policy's (`top_p = 0.9`),
     or empty. None if no rollout has any."""
+    quantization: list[str] | None = None
+    """[K] how the engine rounded its weights or cache (`quantization = fp8`), or empty. None if it
+    did not."""
     masked: Tensor | None = None
     """[K] bool: counts in the denominators as a rollout, but has no loss. None if no rollout is
     masked."""

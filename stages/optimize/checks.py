@@ -194,6 +194,18 @@ def biases(sampling: dict[str, Any]) -> list[str]:
     ]
 
 
+def quantization(options: Mapping[str, Any]) -> str:
+    """Return the options by which vLLM rounds weights or cache further than its dtype, such as
+    `quantization = fp8`; empty if there are none."""
+    arguments = options.get("engine_args") or {}
+    rounded = {
+        name: arguments.get(name)
+        for name in ("quantization", "kv_cache_dtype")
+        if arguments.get(name) not in (None, "auto", "bfloat16", "float16")
+    }
+    return ", ".join(f"{name} = {printable(kind)}" for name, kind in rounded.items())
+
+
 def check_trackers(trackers: Sequence[str], folder: str | None) -> None:
     """Raise ConfigError for a tracker that accelerate does not know or that is not installed, and
     for a `folder` that is a file."""

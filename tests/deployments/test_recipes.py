@@ -45,6 +45,13 @@ def test_the_examples_in_the_docstrings_of_recipes(module):
     assert doctest.testmod(module).failed == 0
 
 
+def test_no_recipe_names_a_dtype_that_fits_one_kind_of_device_alone():
+    for path in (ROOT / "deployments/recipes").glob("*.toml"):
+        recipe = load(path)
+        assert (recipe.generate.dtype, recipe.generate.device) == ("auto", "auto"), path.name
+        assert (recipe.optimize.precision, recipe.logprobs.precision) == ("auto", "auto"), path.name
+
+
 @pytest.mark.parametrize("number", [1, 7, 15])
 def test_halving_finds_every_number_and_is_paid_one(number):
     game = guess.Guess()

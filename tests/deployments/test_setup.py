@@ -101,6 +101,10 @@ def test_a_lock_is_installed_with_torch_from_its_own_index_and_another_lock_anew
     assert refused.returncode != 0 and told in refused.stderr
     assert (clone / ".venv/.installed-requirements-cpu.lock").exists(), "nothing was changed"
     path = with_driver(clone, "580.65.06")
+    without = setup(clone, LOCK=lock, PATH=path, CC="/no/such/cc")
+    assert without.returncode != 0
+    assert "No C compiler (/no/such/cc), and Triton needs one" in without.stderr
+    assert (clone / ".venv/.installed-requirements-cpu.lock").exists(), "nothing was changed"
     again = setup(clone, LOCK=lock, PATH=path, TORCH_INDEX=index(clone, "torch"))
     assert again.returncode == 0, again.stderr
     assert "The .venv was made from requirements-cpu.lock: it is made anew." in again.stdout

@@ -137,6 +137,43 @@ def test_a_driver_that_fails_or_hangs_is_told(tmp_path, monkeypatch, script):
     assert expected in problem.message and "version 580" in problem.next
 
 
+def test_what_triton_needs_is_asked_for_where_there_is_a_gpu(tmp_path, monkeypatch):
+    """The compiler that it would take, and the headers of the Python that runs."""
+    monkeypatch.delenv("CC", raising=False)
+    driver(tmp_path, "exit 0")
+    (tmp_path / "bin/nvidia-smi").rename(tmp_path / "bin/clang")
+    headers = tmp_path / "include"
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda *_: str(headers))
+
+    def missing(path: str) -> dict[str, str]:
+        monkeypatch.setenv("PATH", path)
+        return {problem.object: str(problem) for problem in doctor._missing_for_triton()}
+
+    told = missing(str(tmp_path / "nothing"))
+    assert "no gcc or clang" in told["a C compiler"] and "install gcc" in told["a C compiler"]
+    version = ".".join(map(str, sys.version_info[:2]))
+    assert f"no {headers}/Python.h" in told["Python's headers"]
+    assert f"apt-get install python{version}-dev" in told["Python's headers"]
+    headers.mkdir()
+    (headers / "Python.h").touch()
+    assert missing(str(tmp_path / "bin")) == {}
+    monkeypatch.setenv("CC", "/no/such/cc -m64")
+    assert "$CC (/no/such/cc -m64)" in missing(str(tmp_path / "bin"))["a C compiler"]
+
+
+def test_a_gpu_without_nvidia_smi_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(doctor, "NODES", tmp_path)
+    findings = doctor.Findings()
+    doctor.gpu(findings)
+    assert findings.problems == []
+    (tmp_path / "nvidia0").touch()
+    doctor.gpu(findings)
+    (problem,) = findings.problems
+    assert "nvidia-smi is not" in problem.message and "utility" in problem.next
+
+
 def test_a_server_that_is_gone_is_told(tmp_path):
     url = f"http://127.0.0.1:{free_port()}/api"
     problem = only(examined(tmp_path, code=6, PREFECT_API_URL=url))

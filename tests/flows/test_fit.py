@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -288,6 +289,17 @@ QWEN3 = {
 """Hidden size, intermediate size, layers and heads."""
 
 
+def qwen3(size):
+    hidden, intermediate, layers, heads = QWEN3[size]
+    return shape_of(
+        Qwen3Config(
+            vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate,
+            num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
+            head_dim=128, tie_word_embeddings=size != "8B",
+        )
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("size", "chosen"),
     [
@@ -298,14 +310,7 @@ QWEN3 = {
     ],
 )  # fmt: skip
 def test_micro_batches_are_the_longest_that_a_card_holds(size, chosen):
-    hidden, intermediate, layers, heads = QWEN3[size]
-    shape = shape_of(
-        Qwen3Config(
-            vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate,
-            num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
-            head_dim=128, tie_word_embeddings=size != "8B",
-        )
-    )  # fmt: skip
+    shape = qwen3(size)
     for name, (tokens, recomputes) in chosen.items():
         [note] = estimate(name, shape).training(Config()).notes
         assert note == f"micro-batches of {tokens} tokens, bf16" + (
@@ -343,6 +348,34 @@ def test_an_engine_is_split_if_it_can_be(generate, sizes):
     assert [setting for setting, _ in eight.remedies(sampled("l4"))] == [
         f"generate.options.tensor_parallel_size = {size}" for size in sizes
     ]
+
+
+def test_what_fits_a_card_of_24_gb_is_in_the_documents():
+    """The table of one-gpu.md, as `quiver fit --gpu rtx4090` counts it."""
+    ways = {
+        "`bf16`": {},
+        "`bf16_stochastic`": {"precision": "bf16_stochastic"},
+        "`lora`": {"lora": {}},
+        "`lora`, `token_budget = 2048`": {"lora": {}, "token_budget": 2048},
+    }
+    columns = ["Qwen3", *ways, "decoded together"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for size in QWEN3:
+        card = estimate("rtx4090", qwen3(size))
+        cells = [size]
+        for way in ways.values():
+            need = card.training(Config(**way))
+            tokens = int(need.notes[0].split()[2])
+            again = ", recomputed" if "recomputed" in need.notes[0] else ""
+            cell = f"{need.bytes / 1e9:.1f}: {tokens:,}{again}"
+            cells.append(cell if card.fits(need) else f"no ({need.bytes / 1e9:.1f})")
+        engine = card.sampling(GenerateConfig())
+        assert card.fits(engine)
+        cells.append(engine.notes[0].split()[2])
+        lines.append(f"| {' | '.join(cells)} |")
+    table = "\n".join(lines)
+    document = Path(__file__).parents[2] / "deployments/docs/one-gpu.md"
+    assert f"\n{table}\n\n" in document.read_text(), f"the table is now\n{table}"
 
 
 def test_processes_on_a_cpu_share_its_memory_and_gpus_are_counted():

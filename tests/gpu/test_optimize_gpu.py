@@ -38,12 +38,12 @@ def exact_products():
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def optimize(store, policy, made, device, **values):
+def optimize(store, policy, made, device, prox_logprobs=None, **values):
     AcceleratorState._reset_state(True)  # else a second run stays on the first one's device
     config = Config(learning_rate=1e-3, grad_clip=1e9, device=device, **values)
-    done = store.open(
-        run(config, store, policy=policy.ref, rollouts=made[0].ref, rewards=made[1].ref, force=True)
-    )
+    refs = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref}
+    refs |= {"prox_logprobs": prox_logprobs} if prox_logprobs else {}
+    done = store.open(run(config, store, **refs, force=True))
     assert done.manifest.environment["device"] == device
     return done
 
@@ -112,14 +112,25 @@ def test_what_vllm_samples_in_float32_the_trainer_reproduces(store, policy):
 
 
 @pytest.mark.vllm
-def test_what_vllm_samples_with_fp8_weights_is_near_the_trainers(store, policy):
-    gaps = {}
+def test_what_vllm_samples_with_fp8_weights_is_corrected_and_near_the_trainers(store, policy):
+    """As recipes/fp8.toml does: proximal logprobs by the trainer's numerics, and weights that are
+    truncated. The policy's first ratio is 1 then, however much the engine rounds."""
+    audits, clipped = {}, {}
     for name, arguments in (("bfloat16", {}), ("fp8", {"quantization": "fp8"})):
         made = sample(store, policy, dtype="bfloat16", options={"engine_args": arguments})
-        gaps[name] = optimize(store, policy, made, "cuda", precision="fp32").manifest.metrics[
-            "audit"
-        ]["mean_gap"]
-    assert gaps["bfloat16"] < gaps["fp8"] < 0.1
+        config = {"role": "prox", "precision": "fp32", "device": "cuda"}
+        refs = {"rollouts": str(made[0].ref), "policy": str(policy.ref)}
+        prox = run_call(Call("logprobs", config, store.url, refs)).ref
+        correction = {"mode": "truncate", "level": "token", "high": 2.0}
+        options = {"precision": "fp32", "correction": correction, "prox_logprobs": prox}
+        metrics = optimize(store, policy, made, "cuda", **options).manifest.metrics
+        audits[name] = metrics["audit"]
+        clipped[name] = metrics["first_clip_fraction"]
+    assert audits["bfloat16"]["mean_gap"] < audits["fp8"]["mean_gap"] < 0.1
+    assert audits["fp8"]["quantization"] == audits["fp8"]["prox"]["quantization"]
+    assert audits["fp8"]["quantization"] == "quantization = fp8"
+    assert "quantization" not in audits["bfloat16"]
+    assert clipped == {"bfloat16": 0, "fp8": 0}
 
 
 # -- attention

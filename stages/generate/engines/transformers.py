@@ -125,10 +125,7 @@ class TransformersEngine:
         self.device = torch.device("cuda" if on_gpu else "cpu")
         dtype = setup.dtype
         if dtype == "auto":
-            if on_gpu:
-                has_bf16 = torch.cuda.is_bf16_supported()
-            else:
-                has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16")
+            has_bf16 = on_gpu and torch.cuda.is_bf16_supported()
             dtype = "bfloat16" if has_bf16 else "float32"
         self._processor = None
         setup.verified()

@@ -209,14 +209,9 @@ class VllmEngine:
         options = self.options
         dtype = self.setup.dtype
         if dtype == "auto":
-            if self.cpu:
-                import torch
+            from vllm.platforms import current_platform
 
-                has_bf16 = torch.cpu.get_capabilities().get("avx512_bf16")
-            else:
-                from vllm.platforms import current_platform
-
-                has_bf16 = current_platform.has_device_capability(80)
+            has_bf16 = not self.cpu and current_platform.has_device_capability(80)
             dtype = "bfloat16" if has_bf16 else "float32"
         arguments = {
             "dtype": dtype,

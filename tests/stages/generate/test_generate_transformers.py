@@ -52,6 +52,14 @@ def test_a_row_does_not_depend_on_its_batch_mates(store, kind):
         assert one["old_logprobs"] == pytest.approx(other["old_logprobs"], abs=1e-5)
 
 
+def test_auto_is_the_trainers_float32_on_every_cpu(policy, monkeypatch):
+    """Also where the processor has bfloat16: logprobs of the two would differ by its rounding."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    engine = TransformersEngine(Setup(policy, Sampling(), (EOS,), 64, "auto", "cpu"))
+    assert engine.info["dtype"] == "float32"
+    assert {weight.dtype for weight in engine.model.parameters()} == {torch.float32}
+
+
 def test_an_end_token_is_the_last_id_and_ends_the_row(store, policy):
     prompts = random_prompts(store, 20)
     rows = generate(store, policy, prompts, samples=4, temperature=2.0, max_tokens=60)

@@ -9,6 +9,7 @@ from quiver.flows.look.gather import gather
 from quiver.schemas.errors import NumericError
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.model.loading import load_model
+from quiver.stages.optimize.checks import quantization
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
@@ -66,6 +67,45 @@ def test_a_first_step_that_clips_is_told(store, policy, caplog):
     sentence = f"{done.ref}: the first step clipped {share:.2g} of its tokens"
     warnings = [line for line in report.warnings(gather(store, "tiny")) if sentence in line]
     assert len(warnings) == 1
+
+
+def test_a_quantized_engine_is_named_corrected_and_held_to_the_same_bound(store, policy, caplog):
+    rows = world.rows_of(policy, 4, 4)
+    options = {"engine_args": {"quantization": "fp8", "kv_cache_dtype": "auto"}}
+
+    def audited(gap: float, *, has_prox: bool = True) -> dict:
+        """Of an engine whose logprobs are off by ± `gap` in turn."""
+        rounded = [
+            {**row, "old_logprobs": [old - (-1) ** n * gap for old in row["old_logprobs"]]}
+            for n, row in enumerate(rows)
+        ]
+        made = world.scored(store, policy, rounded, options=options)
+        refs = {"prox_logprobs": _scored(store, policy, made[0])} if has_prox else {}
+        return _run(store, policy, made, **refs).manifest.metrics["audit"]
+
+    audit = audited(0.04)
+    for gaps in (audit, audit["prox"]):
+        assert gaps["mean_gap"] == pytest.approx(0.04, rel=0.01)
+        assert (gaps["judged"], gaps["quantization"]) == ("mean_gap", "quantization = fp8")
+    assert "set logprobs.prox = true" not in caplog.text
+    audited(0.04, has_prox=False)
+    assert "with quantization = fp8, and without proximal logprobs" in caplog.text
+    with pytest.raises(NumericError, match=r"rounding \(quantization = fp8\)") as caught:
+        audited(0.2)
+    assert "sample once without it" in caught.value.next
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"kv_cache_dtype": "fp8_e5m2", "quantization": None}, "kv_cache_dtype = fp8_e5m2"),
+        ({"quantization": "awq"}, "quantization = awq"),
+        ({"kv_cache_dtype": "bfloat16", "max_loras": 1}, ""),
+    ],
+)
+def test_what_rounds_an_engine_further_is_its_quantization(arguments, named):
+    assert quantization({"engine_args": arguments}) == named
+    assert quantization({"batch_size": 4}) == ""
 
 
 def test_truncated_sampling_is_trained_on_against_the_trainers_logprobs(store, policy):

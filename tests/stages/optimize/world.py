@@ -155,6 +155,8 @@ class Settings(Config):
 
     sampling: dict[str, Any] = Field(default_factory=dict)
     """top_p, top_k, …"""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The engine's."""
     name: str = ""
     """Tells one stand-in from another."""
     role: str | None = None
