@@ -13,6 +13,8 @@ A folder appears in the cache complete, by a rename. If two processes make it at
 and the later result is discarded. Copied files are checked against their hashes, and a damaged
 folder is made anew. The cache only saves time: without a home or on a full disk, `make` writes into
 the target folder itself.
+
+Not of the spine: without the cache, all that it keeps is computed or made again.
 """
 
 from __future__ import annotations
