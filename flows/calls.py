@@ -36,10 +36,11 @@ from quiver.stages.core.run.stage import Refs, load_stage
 from quiver.stages.core.store import Store
 
 from .dispatch import run_at
-from .placement import trains_here, where_of
+from .placement import keeps_engine, trains_here, where_of
 from .prefect_server import tell_version
 from .recipe import Recipe
 from .sections import Placement
+from .slots import visible_gpus
 
 _POLL_SECONDS = 1.0
 log = logging.getLogger("quiver")
@@ -114,10 +115,11 @@ def calls_of(
     `check_stages` checks each stage once within it. If `expired` is true, finished versions whose
     files expired count as done.
     """
+    is_resident = keeps_engine(recipe, len(visible_gpus()))
     run = _Run(
         recipe.run,
         recipe.store,
-        recipe.placement,
+        recipe.placement.model_copy(update={"resident_engine": is_resident}),
         recipe.online,
         runner_of,
         iterations=iterations,

@@ -32,12 +32,13 @@ from quiver.stages.generate.config import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.model import memory
 from quiver.stages.model.checkpoints import PolicyConfig, find_folder, locate
-from quiver.stages.model.devices import engine_gpus
+from quiver.stages.model.devices import SLEEPING_BYTES, engine_gpus
 from quiver.stages.model.folder import count_parameters, load_errors
 from quiver.stages.model.forward.precision import choose_precision
 from quiver.stages.model.from_function import is_function
 from quiver.stages.optimize.config import Config as OptimizeConfig
 
+from .placement import keeps_engine
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -248,6 +249,7 @@ class Estimate:
                 count_parameters(folder), width=width, on_gpu=on_gpu, split=split
             )
             devices = engine_gpus(model.engine_args) if on_gpu else 1
+            held |= self.asleep(on_gpu)
             needs.append(Need(f"reward ({model.name})", devices, on_gpu, held))
         if config.kl_coef > 0:
             needs.append(self.logprobs(recipe.logprobs.for_role("ref")))
@@ -276,14 +278,15 @@ class Estimate:
                 ranks=ranks if config.shard else 1,
             )
 
-        device_bytes = self.machine.memory if on_gpu else 0
+        asleep = self.asleep(on_gpu)
+        device_bytes = self.machine.memory - sum(asleep.values()) if on_gpu else 0
         budget, recomputes = memory.choose_budget(
             bytes_of, device_bytes, config.token_budget, config.activation_checkpointing
         )
         note = f"micro-batches of {self._microbatch(budget, in_step):.0f} tokens, {precision}"
         if recomputes:
             note += ", activations recomputed"
-        return Need("optimize", ranks, on_gpu, bytes_of(budget, recomputes), (note,))
+        return Need("optimize", ranks, on_gpu, bytes_of(budget, recomputes) | asleep, (note,))
 
     def logprobs(self, config: LogprobsConfig) -> Need:
         """Return the needs of a logprobs stage."""
@@ -300,10 +303,16 @@ class Estimate:
                 keys_per_token=work.keys_per_token,
             )
 
-        device_bytes = self.machine.memory if on_gpu else 0
+        asleep = self.asleep(on_gpu)
+        device_bytes = self.machine.memory - sum(asleep.values()) if on_gpu else 0
         chosen = memory.choose_budget(bytes_of, device_bytes, config.token_budget, False)
         devices = self._devices(1, math.ceil(work.rollouts / shard_rows(work.rollouts)))
-        return Need(f"logprobs ({config.role})", devices, on_gpu, bytes_of(*chosen))
+        return Need(f"logprobs ({config.role})", devices, on_gpu, bytes_of(*chosen) | asleep)
+
+    def asleep(self, on_gpu: bool) -> dict[str, float]:
+        """Return the bytes that a sleeping engine keeps on the device of another stage."""
+        keeps = on_gpu and keeps_engine(self.recipe, self.machine.count)
+        return {"sleeping engine": SLEEPING_BYTES} if keeps else {}
 
     def sampling(self, config: GenerateConfig) -> Need:
         """Return the needs of the generate stage with vLLM or transformers."""

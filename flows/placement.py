@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quiver.schemas.errors import ConfigError, ResourceError, printable
 from quiver.stages.core import ranks
@@ -19,7 +20,10 @@ from quiver.stages.core.run.call import Where
 from quiver.stages.core.store.places import is_url
 from quiver.stages.generate.engine import ENGINES
 
-from .sections import Generate, Optimize, Placement
+from .sections import Placement
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
 
 
 class GivenUp(ResourceError):
@@ -40,38 +44,56 @@ def where_of(placement: Placement, stage: str, *, online: bool = False) -> Where
         slots=placement.slots,
         devices=placement.devices,
         concurrency_limit=placement.limits.get(stage),
-        resident_engine=placement.resident_engine and stage == "generate",
+        resident_engine=bool(placement.resident_engine) and stage == "generate",
     )
 
 
-def check_resident(
-    placement: Placement, generate: Generate, optimize: Optimize, *, has_media: bool
-) -> None:
+def keeps_engine(recipe: Recipe, num_gpus: int) -> bool:
+    """Return True if the engine sleeps between its calls, on a host with this many GPUs.
+
+    vLLM's CPU build never sleeps (see `check_resident`). It may be installed on any host.
+    """
+    is_asked = recipe.placement.resident_engine
+    if is_asked is not None:
+        return is_asked
+    # vLLM refuses to start a reward model on a small card if less than its share is free
+    judges = [model for model in recipe.reward.models if model.engine == "vllm"]
+    is_shared = num_gpus == 1 and all(model.device == "cpu" for model in judges)
+    return is_shared and recipe.generate.device != "cpu" and not _resident_problem(recipe)
+
+
+def check_resident(recipe: Recipe) -> None:
     """Raise ConfigError if `resident_engine` is set for an engine that cannot be resident."""
+    placement = recipe.placement
     if not placement.resident_engine:
         return
-    lora = optimize.lora
-    engine = generate.engine
-    options = generate.options
-    problem = ""
-    if placement.generate:
-        problem = f"placement.generate = {placement.generate!r} starts a new process for each call"
-    elif engine == "vllm":
-        if options.get("engine_args"):
-            problem = "settings in generate.options.engine_args may not survive a change of weights"
-        elif has_media:
-            problem = "an engine that reads pictures or clips does not sleep"
-        elif lora and (lora.save == "adapter" or options.get("lora")):
-            problem = "an engine that serves an adapter beside the base's weights does not sleep"
-    elif engine in ENGINES:
-        problem = f"engine {engine} has nothing to keep from one policy to the next"
     name = "placement.resident_engine"
+    problem = _resident_problem(recipe)
     if problem:
         raise ConfigError(name, problem, next=f"set {name} = false")
-    if engine == "vllm" and "generate" not in placement.python:
+    if recipe.generate.engine == "vllm" and "generate" not in placement.python:
         from quiver.stages.model.vllm_env import require_reload
 
         require_reload(name)
+
+
+def _resident_problem(recipe: Recipe) -> str:
+    """Return why the recipe's engine cannot be resident, or an empty text."""
+    lora = recipe.optimize.lora
+    engine = recipe.generate.engine
+    options = recipe.generate.options
+    if pool := recipe.placement.generate:
+        return f"placement.generate = {pool!r} starts a new process for each call"
+    if engine == "vllm":
+        if options.get("engine_args"):
+            return "settings in generate.options.engine_args may not survive a change of weights"
+        if recipe.data.media:
+            return "an engine that reads pictures or clips does not sleep"
+        if lora and (lora.save == "adapter" or options.get("lora")):
+            return "an engine that serves an adapter beside the base's weights does not sleep"
+    elif engine in ENGINES:
+        return f"engine {engine} has nothing to keep from one policy to the next"
+    return ""
 
 
 def check_places(placement: Placement, store: str) -> None:

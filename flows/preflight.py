@@ -60,8 +60,7 @@ def preflight(recipe: Recipe) -> Recipe:
         ResourceError: If the store cannot be used.
     """
     recipe.data.require_filled_in()
-    has_media = bool(recipe.data.media)
-    check_resident(recipe.placement, recipe.generate, recipe.optimize, has_media=has_media)
+    check_resident(recipe)
     check_places(recipe.placement, recipe.store)
     check_demands(recipe)
     _store_at(recipe.store)

@@ -284,11 +284,12 @@ class Placement(Config):
     model copy (tensor_parallel_size and the like); there are never more processes than shards.
     Default: one process. Without a GPU, a number is how many processes share the cores, and "all"
     means `slots`, or one."""
-    resident_engine: bool = False
+    resident_engine: bool | None = None
     """Keep the sampling engine and its process between calls: it sleeps while other stages use the
     device, and then loads the next policy's weights. In any doubt a fresh one is started. For
     `vllm` on a GPU, and for your own engines that can sleep; not in a pool. Several processes that
-    share the shards (`devices`) always start fresh engines."""
+    share the shards (`devices`) always start fresh engines. Default: true on a host with one GPU,
+    unless vLLM runs a reward model there."""
     limits: dict[StageName, str] = Field(default_factory=dict)
     """Global concurrency limit of the Prefect server by stage; the stage holds one slot of it, e.g.
     `optimize = "gpus"` after `prefect gcl create gpus --limit 1`."""

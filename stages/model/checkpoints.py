@@ -30,6 +30,7 @@ from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import Writer
+from quiver.stages.core.user_cache import hash_files
 from quiver.stages.model import from_function
 from quiver.stages.model.families import modalities_of, require_processor, require_trainable
 from quiver.stages.model.folder import (
@@ -43,7 +44,6 @@ from quiver.stages.model.folder import (
     named_templates,
     parse_object,
 )
-from quiver.stages.model.user_cache import hash_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

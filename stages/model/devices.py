@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.core.run.stage_process import this_process
 
 if TYPE_CHECKING:
     import torch
 
+SLEEPING_BYTES = 2_500_000_000
+"""Bytes of a GPU that an engine keeps while it sleeps: CUDA's context and its graphs. Estimated."""
 _turns = itertools.count()
 """Counter of the GPUs that models of this process have taken."""
 placing = threading.RLock()
@@ -62,12 +65,14 @@ def uses_gpu(key: str, device: str, nodes: Path = Path("/dev")) -> bool:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU; 0 for another device, or one that is not there."""
+    """Return the memory of a GPU, less what a sleeping engine keeps there; 0 for another device, or
+    one that is not there."""
     import torch
 
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
-    return torch.cuda.get_device_properties(device).total_memory
+    kept = SLEEPING_BYTES if this_process.is_beside_engine else 0
+    return torch.cuda.get_device_properties(device).total_memory - kept
 
 
 def engine_gpus(

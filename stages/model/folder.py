@@ -30,8 +30,8 @@ from safetensors import SafetensorError, safe_open
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable
 from quiver.schemas.manifest import FILE_NAME
 from quiver.schemas.plain import is_too_deep
-from quiver.stages.model import user_cache
-from quiver.stages.model.user_cache import hash_files
+from quiver.stages.core import user_cache
+from quiver.stages.core.user_cache import hash_files
 
 _JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")

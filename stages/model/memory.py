@@ -29,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model import vllm_env
-from quiver.stages.model.devices import engine_gpus
+from quiver.stages.model.devices import SLEEPING_BYTES, engine_gpus
 from quiver.stages.model.families import modalities_of
 from quiver.stages.model.folder import load_errors
 from quiver.stages.model.forward import logprob_head
@@ -44,7 +44,7 @@ _NOT_KNOWN = "start with a low optimize.token_budget, and look at the report's m
 # Bytes of a process without a model, on a CPU and on a GPU: code, its allocations, CUDA's context.
 _LIBRARIES = (0.6e9, 0.8e9)
 _TRAINING_LIBRARIES = (0.85e9, 0.8e9)
-_VLLM_LIBRARIES = (0.93e9, 2.5e9)  # on a GPU with its CUDA graphs
+_VLLM_LIBRARIES = (0.93e9, SLEEPING_BYTES)  # on a GPU with its CUDA graphs
 
 
 @dataclass(frozen=True)

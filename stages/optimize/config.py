@@ -328,10 +328,12 @@ class Config(base.Config):
     save_optimizer: bool = True
     """Save AdamW's moments with the policy, so that the next iteration continues with them (twice
     the weights' bytes in float32)."""
-    save_dtype: Literal["float32", "bfloat16"] = "float32"
+    save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the policy's weights on disk. bfloat16: half the bytes for every reader, rounded to
-    nearest; the optimizer's state keeps the float32 weights for the next iteration. With precision
-    bf16_stochastic the weights are always bfloat16."""
+    nearest; the optimizer's state keeps the lower halves of the float32 weights, from which the
+    next iteration goes on exactly. With precision bf16_stochastic the weights are always bfloat16.
+    auto: bfloat16 if precision is bf16, the state is saved and loaded, and no bound of the ratio is
+    tight; else float32."""
     load_optimizer: bool = True
     """Load the moments of the starting checkpoint, if it has any."""
     drop_zero_variance: bool | None = None
@@ -418,8 +420,8 @@ class Config(base.Config):
         saves_rounded = self.save_dtype == "bfloat16" and not is_narrow
         if saves_rounded and not (self.lora or self.save_optimizer):
             raise ValueError(
-                "save_dtype 'bfloat16' keeps the float32 weights in the optimizer's state, so "
-                "save_optimizer must be true: set it, or take 'float32'"
+                "save_dtype 'bfloat16' keeps half of the float32 weights in the optimizer's state: "
+                "set save_optimizer = true, or take 'float32'"
             )
         if saves_rounded and self.needs_prox:
             raise ValueError(
@@ -673,6 +675,15 @@ class Config(base.Config):
         options = {**(algorithm.defaults if algorithm else {}), **self.surrogate_options()}
         bounds = [options[name] for name in ("clip_low", "clip_high") if name in options]
         return min(bounds, default=None)
+
+    def saved_dtype(self, precision: str) -> str:
+        """Return `save_dtype`; for auto, the dtype for a policy trained in this precision."""
+        if self.save_dtype != "auto":
+            return self.save_dtype
+        goes_on = self.save_optimizer and self.load_optimizer
+        if self.lora:  # the next iteration starts from the base and the adapter
+            goes_on = self.lora.save == "merged"
+        return "bfloat16" if precision == "bf16" and goes_on and not self.needs_prox else "float32"
 
     @property
     def needs_prox(self) -> bool:

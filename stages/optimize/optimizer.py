@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,17 @@ from quiver.schemas.errors import ConfigError
 from quiver.schemas.plain import read_json
 from quiver.stages.core.files import write_bytes
 from quiver.stages.core.store import Version
-from quiver.stages.model.checkpoints import FILE_BYTES
 from quiver.stages.model.folder import load_errors
 
 from .config import Config
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_REST = "rest"
+"""Key of what a weight lost when it was rounded to bfloat16 on disk, stored beside its moments."""
 _MASTER = "master"
-"""Key of the float32 value of a weight that is saved in bfloat16, stored beside its moments."""
+"""Key of the float32 weight itself, which earlier versions stored."""
+_FILE_BYTES = 10**9
+"""Largest file of tensors. While one is written, the ones before it are flushed and hashed."""
 _CHUNK = 1 << 20
 """Numbers rounded at a time, which bounds the memory for random bits."""
 _PIECE = 1 << 18
@@ -131,20 +134,40 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
     return tensors
 
 
-def masters(model: nn.Module, before: Mapping[nn.Parameter, Tensor]) -> dict[str, Tensor]:
-    """Return the float32 weights of a model that is saved in bfloat16, named as in
-    `optimizer_state`. `before`: the result of `narrow`."""
-    return {f"{_MASTER}.{name}": before[weight] for name, weight in model.named_parameters()}
+def round_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Round the float32 weights of `model` to bfloat16 in place, to nearest, and return what they
+    lost, int16 by names as in `optimizer_state`.
+
+        bits of the weight = bits of the rounded weight · 2^16 + rest
+
+    So policy and state together hold each bit of a weight once. The rest lies in [-2^15, 2^15),
+    because a half is rounded away from 0; torch rounds it to the even neighbour.
+    """
+    rest = {}
+    for name, parameter in model.named_parameters():
+        weight = parameter.data.contiguous()
+        if weight.untyped_storage().nbytes() > weight.nbytes:  # a part of a joint product's weight
+            weight = weight.clone()
+        bits = weight.view(torch.int32)
+        upper = (bits + 2**15) >> 16
+        lower = bits - (upper << 16)
+        # both replace the weight where it is, which may be a mapped file (see sharding.py)
+        halves = weight.view(-1).view(torch.int16).view(2, *weight.shape)
+        halves[0].copy_(upper)
+        halves[1].copy_(lower)
+        parameter.data = halves[0].view(torch.bfloat16)
+        rest[f"{_REST}.{name}"] = halves[1]
+    return rest
 
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Load the tensors of `optimizer_state` and `masters`. A weight that never had a gradient has
-    no moments.
+    """Load the tensors of `optimizer_state` and `round_weights`. A weight that never had a gradient
+    has no moments.
 
-    Saved float32 weights replace the model's, unless its weights are bfloat16 themselves; those are
-    the same weights, rounded, and stay. Raises ConfigError if the tensors belong to other names or
+    The model's weights become the float32 ones from before they were rounded, unless they are
+    bfloat16 themselves; then they stay. Raises ConfigError if the tensors belong to other names or
     shapes.
     """
     parameters = dict(model.named_parameters())
@@ -160,10 +183,12 @@ def load_optimizer_state(
                 next="set optimize.load_optimizer = false",
             )
         tensor = like(saved, parameter)
-        if kind != _MASTER:
+        if kind in _MOMENTS:
             moments = optimizer.state[parameter]
             moments[kind] = tensor
             moments["step"] = tensors["updates"].reshape(()).clone().to(parameter.device)
+        elif parameter.dtype == torch.float32 and kind == _REST:
+            local(parameter.detach()).view(torch.int32).add_(local(tensor))
         elif parameter.dtype == torch.float32:
             with torch.no_grad():
                 parameter.copy_(tensor)
@@ -251,12 +276,19 @@ def round_by_chance(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def write_tensors(
-    folder: Path, tensors: Mapping[str, Tensor], *, file_bytes: int = FILE_BYTES
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    file_bytes: int = _FILE_BYTES,
+    done: Callable[[Path], None] = lambda path: None,
 ) -> None:
     """Create `folder` with `tensors`, which may be on any device.
 
-    Only one file's tensors are in host memory at a time. `file_bytes`: largest file, unless a
-    single tensor is larger.
+    Only one file's tensors are in host memory at a time.
+
+    Args:
+        file_bytes: largest file, unless a single tensor is larger.
+        done: called with each file of tensors, once it is complete.
     """
     from safetensors.torch import save_file
 
@@ -271,7 +303,9 @@ def write_tensors(
     folder.mkdir()
     for number, names in enumerate(files, 1):
         of_file = {name: tensors[name].cpu().contiguous() for name in names}
-        save_file(of_file, folder / _file_name(number, len(files)))
+        path = folder / _file_name(number, len(files))
+        save_file(of_file, path)
+        done(path)
     write_bytes(folder / "state.json", json.dumps({"files": len(files)}).encode())
 
 

@@ -18,7 +18,6 @@ from quiver.stages.core.store import Version
 from quiver.stages.core.store.versions import OPTIMIZER_FOLDER
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.model import checkpoints
-from quiver.stages.model.forward.precision import narrow
 from quiver.stages.model.loading import restore_dropout
 
 from . import critic, lora, optimizer
@@ -52,11 +51,14 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
             lora.save(model, writer.folder)
         if config.lora and not is_adapter_alone:
             lora.merge(model)
-        if config.save_dtype == "bfloat16" and trainer.precision != "bf16_stochastic":
-            masters = narrow(model)
+        is_rounded = config.saved_dtype(trainer.precision) == "bfloat16"
+        if is_rounded and trainer.precision != "bf16_stochastic":
+            rest = optimizer.round_weights(model)
             if not config.lora:
-                state |= optimizer.masters(model, masters)
+                state |= rest
         checkpoints.save_policy(None if is_adapter_alone else model, parent, writer.folder)
+        for path in writer.folder.glob("*.safetensors"):
+            writer.file_done(path)
         if trainer.critic is not None:
             critic.save(
                 trainer.critic,
@@ -69,7 +71,7 @@ def save(parent: Version, trainer: Trainer, writer: Writer | None) -> None:
             trainer.free()
         if state:
             folder = writer.folder / OPTIMIZER_FOLDER
-            optimizer.write_tensors(folder, state)
+            optimizer.write_tensors(folder, state, done=writer.file_done)
 
 
 def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> None:

@@ -21,7 +21,7 @@ and CSV; other text is checked for NUL only if it becomes a prompt. Arrow files 
 The others are held as Arrow, and become Python objects one shard at a time.
 
 Planning needs only hash and columns (`hash_and_columns`). For a file, and for a folder that
-`save_to_disk` wrote, they are remembered until a file changes (`stages/model/user_cache.py`).
+`save_to_disk` wrote, they are remembered until a file changes (`stages/core/user_cache.py`).
 Generators, hub ids and sources with media are read each time, and so are rows for a new version.
 """
 
@@ -44,7 +44,7 @@ from quiver.stages.core import plugins
 from quiver.stages.core.config import parse
 from quiver.stages.core.file_rows import bad_source, csv_rows, json_rows
 from quiver.stages.core.files import HashingFile, sha256_of
-from quiver.stages.model.user_cache import Memory
+from quiver.stages.core.user_cache import Memory
 
 from .columns import CHUNK, plain_table, to_table
 from .config import INPUTS, SUFFIXES, Config, SourceConfig

@@ -196,10 +196,11 @@ def _write_checkpoint(writers, seed: int, process: int) -> None:
             writers[kind].write(index, pa.Table.from_pylist(rows, schema=schema))
         writers[kind].finish()
     weights = {"weight": torch.full((64,), float(seed + 100 * process))}
-    save_file(weights, writers["policy"].folder / "model.safetensors")
-    folder = writers["policy"].folder / "optimizer"
-    write_tensors(folder, weights)
-    writers["policy"].finish()
+    writer = writers["policy"]
+    save_file(weights, writer.folder / "model.safetensors")
+    writer.file_done(writer.folder / "model.safetensors")
+    write_tensors(writer.folder / "optimizer", weights, done=writer.file_done)
+    writer.finish()
 
 
 def tagged(path: Path, seed: int) -> None:

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from quiver.flows.fit import Estimate, Workload, find_config, parse_machine, this_host, workload_of
+from quiver.flows.fit import (
+    Estimate,
+    Machine,
+    Workload,
+    find_config,
+    parse_machine,
+    this_host,
+    workload_of,
+)
 from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.store import Store
@@ -312,10 +320,27 @@ def qwen3(size):
 def test_micro_batches_are_the_longest_that_a_card_holds(size, chosen):
     shape = qwen3(size)
     for name, (tokens, recomputes) in chosen.items():
-        [note] = estimate(name, shape).training(Config()).notes
+        alone = estimate(name, shape, placement={"resident_engine": False})
+        [note] = alone.training(Config()).notes
         assert note == f"micro-batches of {tokens} tokens, bf16" + (
             ", activations recomputed" if recomputes else ""
         ), name
+
+
+def test_a_sleeping_engine_takes_its_part_of_one_gpu():
+    """2.5 GB: micro-batches may be shorter then, and a stage may not fit."""
+    for machine, is_asleep, tokens in (("h100", True, 16384), ("h100:2", False, 24576)):
+        here = estimate(machine, qwen3("1.7B"), optimize={"kl_coef": 0.1})
+        sample, score, train = here.needs()
+        assert "sleeping engine" not in sample.memory
+        for need in (score, train):
+            assert need.memory.get("sleeping engine") == (2.5e9 if is_asleep else None)
+        assert train.notes == (f"micro-batches of {tokens} tokens, bf16",)
+    full = estimate("rtx4090", SMALL, WORK).training(Config())
+    least = sum(full.memory.values()) / 0.97
+    card = Machine("rtx4090", int(least) + 10**6)
+    assert Estimate(recipe(), SMALL, WORK, card).fits(full)
+    assert not Estimate(recipe(), SMALL, WORK, replace(card, memory=int(least - 1e9))).fits(full)
 
 
 # -- does it fit

@@ -8,18 +8,21 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from quiver.flows.calls import run_here
 from quiver.flows.dispatch import run_at
-from quiver.flows.placement import check_resident
+from quiver.flows.placement import check_resident, keeps_engine
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError, CorruptError
 from quiver.stages.core.run import stage_process
 from quiver.stages.core.run.call import Call, Where
 from quiver.stages.core.store import Store
 from quiver.stages.model import vllm_env
+from quiver.stages.model.devices import SLEEPING_BYTES, total_bytes
 from tests.flows.conftest import (
     RECIPE,
     left_behind,
@@ -275,12 +278,7 @@ def test_where_no_engine_can_stay_it_is_refused(tmp_path, settings, problem):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe = load(tmp_path / "recipe.toml", [RESIDENT, *settings])
     with pytest.raises(ConfigError, match=problem) as caught:
-        check_resident(
-            recipe.placement,
-            recipe.generate,
-            recipe.optimize,
-            has_media=bool(recipe.data.media),
-        )
+        check_resident(recipe)
     assert caught.value.object == "placement.resident_engine"
     assert caught.value.next == "set placement.resident_engine = false"
 
@@ -292,24 +290,72 @@ def test_an_interpreter_of_its_own_is_asked_by_the_engine(tmp_path, settings):
     """This interpreter's vLLM is not asked, nor for an engine of the user's."""
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe = load(tmp_path / "recipe.toml", [RESIDENT, *settings])
-    check_resident(recipe.placement, recipe.generate, recipe.optimize, has_media=False)
+    check_resident(recipe)
+
+
+# -- the default
+
+
+JUDGE = "reward.models=[{name='judge', model='model', engine='vllm', device='%s'}]"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "settings", "keeps"),
+    [
+        (1, [VLLM], True),
+        (1, [VLLM, "placement.resident_engine=false"], False),
+        (1, [VLLM, "generate.device='cpu'"], False),
+        (1, [VLLM, "optimize.lora.save='adapter'"], False),
+        (1, [VLLM, JUDGE % "cpu"], True),
+        (1, [VLLM, JUDGE % "cuda"], False),
+        (1, ["generate.engine='transformers'"], False),
+        (1, ["generate.engine='mine.py:Engine'"], True),
+        (0, ["generate.engine='mine.py:Engine'"], False),
+        (2, [VLLM], False),
+        (2, [VLLM, RESIDENT], True),
+    ],
+)
+def test_on_one_gpu_an_engine_is_resident_by_default(tmp_path, num_gpus, settings, keeps):
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    assert keeps_engine(load(tmp_path / "recipe.toml", settings), num_gpus) is keeps
+
+
+def test_a_stage_beside_a_sleeping_engine_counts_what_that_keeps(place, monkeypatch):
+    """The process of each call is told so, and takes it off the card's memory."""
+    sent = []
+    ask = stage_process.StageProcess.ask
+
+    def noted(child, fields, **options):
+        sent.append((fields["stage"], fields["beside_engine"]))
+        return ask(child, fields, **options)
+
+    monkeypatch.setattr(stage_process.StageProcess, "ask", noted)
+    run_at(call(place, 0))
+    scored = Call("reward", {"functions": [{"use": "length", "arguments": {"target": 3}}]},
+                  str(place / "store"), {"rollouts": "tiny/rollouts@1"})  # fmt: skip
+    run_at(scored)
+    run_at(call(place, 1))
+    assert sent == [("generate", False), ("reward", True), ("generate", False)]
+    card = SimpleNamespace(total_memory=80 * 10**9)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: card)
+    monkeypatch.setattr(stage_process.this_process, "is_beside_engine", True)
+    assert total_bytes(torch.device("cuda")) == 80 * 10**9 - SLEEPING_BYTES
 
 
 # -- whole runs
 
 
-SETTINGS = (
-    "data.held_out=null",
-    "optimize.audit.enabled=false",
-    "generate.engine='mine.py:Engine'",
-)
+SETTINGS = ("optimize.audit.enabled=false", "generate.engine='mine.py:Engine'")
 
 
 @pytest.mark.prefect
-def test_the_iterations_of_a_run_start_one_engine(tmp_path):
+def test_a_run_with_evaluations_on_one_gpu_starts_one_engine(tmp_path):
+    """The first policy is measured, two are sampled from, and the last one is measured."""
     folder = write_recipe(tmp_path / "run")
     (folder / "mine.py").write_text(ENGINE)
-    settings = [f"--set={setting}" for setting in (*SETTINGS, RESIDENT)]
-    quiver(folder, "run", "recipe.toml", *settings)
-    assert events(folder) == ["start", "sleep", "take", "sleep", "close"]
+    settings = [f"--set={setting}" for setting in SETTINGS]
+    one_gpu = {"CUDA_VISIBLE_DEVICES": "0", "TMPDIR": str(folder)}
+    quiver(folder, "run", "recipe.toml", *settings, **one_gpu)
+    assert events(folder) == ["start", "sleep", *["take", "sleep"] * 3, "close"]
     assert not left_behind(folder)

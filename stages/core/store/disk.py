@@ -32,10 +32,10 @@ from quiver.stages.core.files import (
     not_a,
     regular_file,
     replacing,
-    sha256_of,
     storage_errors,
     sync,
 )
+from quiver.stages.core.user_cache import hash_stored
 
 from .storage import Stamp
 
@@ -186,7 +186,7 @@ class Disk:
         path.chmod(0o644)
         sync(path)
         sync(path.parent)
-        return path.stat().st_size, sha256_of(path)
+        return path.stat().st_size, hash_stored(path, is_own=True)
 
     def delete(self, *keys: str) -> None:
         for path in map(self.local, keys):

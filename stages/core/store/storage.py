@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from quiver.schemas.fields import require_names
 from quiver.schemas.manifest import digest
 from quiver.schemas.plain import read_json
 from quiver.stages.core.files import regular_file, sha256_of
+from quiver.stages.core.user_cache import hash_stored
 
 _NUMBER = re.compile(r"([1-9][0-9]{6,11}|[0-9]{6})(.*)")
 Stamp = tuple[str, ...]
@@ -193,18 +195,27 @@ def use_local(
 
 
 def size_and_sha256(
-    storage: Storage, key: str, expected: tuple[int, str] | None = None
+    storage: Storage,
+    key: str,
+    expected: tuple[int, str] | None = None,
+    *,
+    remembered: bool = False,
 ) -> tuple[int, str]:
     """Return an object's size in bytes and its sha256, as 64 hex digits.
 
     If they are not `expected`, its copy on this host may be damaged, so a new one counts. Raises
     CorruptError if it is not a regular file.
+
+    Args:
+        remembered: a hash of a large file that this host remembers is enough, if it is the one
+            `expected`. False: all bytes are read.
     """
 
-    def measure(path: Path) -> tuple[int, str]:
-        return regular_file(path, key).stat().st_size, sha256_of(path)
+    def measure(path: Path, hash_of: Callable[[Path], str] = sha256_of) -> tuple[int, str]:
+        return regular_file(path, key).stat().st_size, hash_of(path)
 
-    first = use_local(storage, key, measure)
+    hash_of = hash_stored if remembered else sha256_of
+    first = use_local(storage, key, partial(measure, hash_of=hash_of))
     return first if expected in (None, first) else use_local(storage, key, measure, again=True)
 
 

@@ -40,7 +40,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,9 +174,12 @@ class Version:
     def verify(self, *names: str) -> None:
         """Check size and sha256 of files, each once per process.
 
+        A large file of given `names` is not read again if this host has hashed it, when it wrote or
+        checked it, and the file looks unchanged since.
+
         Args:
             names: files, or, if they end in a slash, all files below them. None: all files except
-                optimizer state that expired before the version.
+                optimizer state that expired before the version; all bytes are read.
 
         Raises:
             CorruptError: a file is missing or differs from what was written.
@@ -199,7 +202,7 @@ class Version:
                 if names or self.mark:
                     raise
                 unchecked = [entry for entry in unchecked if entry not in state]
-        self._verify_files(unchecked)
+        self._verify_files(unchecked, remembered=bool(names))
 
     def require(self, name: str) -> None:
         """Raise LineageError if file `name` expired, or, if empty, the whole version. `verify`
@@ -211,18 +214,20 @@ class Version:
         if error is not None:
             raise error
 
-    def _verify_files(self, entries: list[FileEntry]) -> None:
+    def _verify_files(self, entries: list[FileEntry], *, remembered: bool = True) -> None:
         if len(entries) > 1:
             with suppress(FileNotFoundError):  # told for each file below
                 names = [entry.name for entry in entries]
                 self._storage.local(self.manifest.prefix, names)  # all at once
-        map_in_threads(self._verify_file, entries)
+        map_in_threads(partial(self._verify_file, remembered=remembered), entries)
 
-    def _verify_file(self, entry: FileEntry) -> None:
+    def _verify_file(self, entry: FileEntry, *, remembered: bool) -> None:
         name = entry.name
         key = f"{self.manifest.prefix}/{name}"
         try:
-            size, sha256 = size_and_sha256(self._storage, key, (entry.bytes, entry.sha256))
+            size, sha256 = size_and_sha256(
+                self._storage, key, (entry.bytes, entry.sha256), remembered=remembered
+            )
         except FileNotFoundError:
             raise self.missing(name) from None
         if size != entry.bytes:

@@ -43,8 +43,10 @@ import math
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,8 @@ two flushes: of its file, and of its note."""
 MOST_SHARDS = 256
 """Most shards of a version whose shards grow with its rows. So each shard that a crash costs is at
 most 1/256 of a large version, and 256 processes can share the work."""
+_FILES_AT_ONCE = 4
+"""Files of a policy that are flushed and hashed at once."""
 _JOIN_SECONDS = 10.0
 log = logging.getLogger(__name__)
 
@@ -150,6 +154,8 @@ class Writer:
         self._entries: tuple[FileEntry, ...] = ()
         self._schema_name = "policy/1"
         self._finished: dict[str, Any] | None = None
+        self._put: dict[str, Future[tuple[int, str]]] = {}
+        """Size and sha256 of the policy's files that are put while it is written, by name."""
         self._ids: pa.ChunkedArray | None = None
         # with force, the versions that were there before do not count as this work
         self._skip = len(self._before.find(plan.run_key)) if force else 0
@@ -160,6 +166,16 @@ class Writer:
     def folder(self) -> Path:
         """Folder on this host for a policy's files; its final contents are published."""
         return self._storage.folder(self._files)
+
+    def file_done(self, path: Path) -> None:
+        """Flush and hash a policy's file in a thread, while the stage writes the next one. It must
+        not change any more."""
+        name = path.relative_to(self.folder).as_posix()
+        self._put[name] = self._threads.submit(self._storage.put_file, f"{self._files}/{name}")
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(_FILES_AT_ONCE)
 
     @property
     def resume_folder(self) -> Path:
@@ -377,8 +393,9 @@ class Writer:
     def seal(self, lease: Lease) -> None:
         """Check that the staged data is complete; nothing may be written afterwards.
 
-        A policy's files are flushed and hashed here. A table's shards were flushed and hashed when
-        they were written; they are read back, and their numbers, ids and schema are checked.
+        A policy's files are flushed and hashed by now (`file_done`), or here. A table's shards were
+        flushed and hashed when they were written; they are read back, and their numbers, ids and
+        schema are checked.
 
         Raises:
             CorruptError: shards are not numbered 0 to n − 1, so some are missing, or rows are not
@@ -390,13 +407,13 @@ class Writer:
             raise RuntimeError(f"{self._name}: the stage has not finished its writer")
         with self.phase("commit"), storage_errors(self._name):
             if self.kind == "policy":
-                paths = (path for path in self.folder.rglob("*") if path.is_file())
-                names = sorted(path.relative_to(self.folder).as_posix() for path in paths)
-                keys = [f"{self._files}/{name}" for name in names]
-                checks = map_in_threads(self._storage.put_file, keys)
+                for path in [path for path in self.folder.rglob("*") if path.is_file()]:
+                    if path.relative_to(self.folder).as_posix() not in self._put:
+                        self.file_done(path)
+                checks = {name: put.result() for name, put in sorted(self._put.items())}
                 self._entries = tuple(
                     FileEntry(name=name, bytes=size, sha256=sha256)
-                    for name, (size, sha256) in zip(names, checks, strict=True)
+                    for name, (size, sha256) in checks.items()
                 )
                 return
             indices = self.noted()

@@ -11,7 +11,7 @@ half-read prompt drew. Prompts that do not fit into one step wait for the next.
 
 On a GPU it can sleep, without weights or cache, and load the next checkpoint's weights in place of
 the previous ones. The models must be the same except for their weights, and the engine must have no
-extras (an adapter, pictures, `engine_args`). On a CPU this is refused: vLLM repacks weights as it
+extras (an adapter, pictures, `engine_args`). On a CPU it never sleeps: vLLM repacks weights as it
 loads them, and silently reloads them wrong.
 """
 
@@ -141,8 +141,6 @@ class VllmEngine:
                 "pictures, whose positions have three axes",
                 next='set generate.engine = "transformers"',
             )
-        if setup.resident:
-            vllm_env.require_reload("engine vllm")
         self.link = ModelLink((setup.base or setup.policy).files.folder)
         with _fatal("could not start"):
             self.llm = self._start()
@@ -259,10 +257,11 @@ class VllmEngine:
 
     @property
     def _can_sleep(self) -> bool:
-        """True if this engine may sleep: a later policy then changes only its weights."""
+        """True if this engine may sleep: a later policy then changes only its weights. On a CPU,
+        vLLM would reload them wrong."""
         setup = self.setup
         has_more = setup.base or setup.most_media or self.options.engine_args
-        return setup.resident and not has_more
+        return setup.resident and not (self.cpu or has_more)
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Yield completions as they finish.

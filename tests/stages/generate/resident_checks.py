@@ -36,6 +36,7 @@ def main() -> None:
         setups = [replace(setup, resident=True) for setup in setups]
     engine = vllm.VllmEngine(setups[0])
     if not on_gpu:  # as if it were one that may stay
+        engine.cpu = False
         engine.setup = replace(engine.setup, resident=True)
         engine._architecture = vllm._architecture(policies[0])
     out = {"first": answers(engine), "slept": engine.sleep(), "taken": engine.take(setups[1])}

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 from quiver.stages.generate.engine import Setup
@@ -67,6 +66,7 @@ def engine_of(setup: Setup, llm: Recorder) -> vllm.VllmEngine:
     """An engine as it is on a GPU, but for vLLM itself."""
     engine = vllm.VllmEngine.__new__(vllm.VllmEngine)
     engine.setup = setup
+    engine.cpu = False
     engine._max_model_len = setup.max_model_len
     engine.options = VllmOptions(**setup.options)
     engine.llm = llm
@@ -134,18 +134,17 @@ def test_an_engine_with_more_than_weights_does_not_sleep(store):
     assert llm.asked == []
 
 
-def test_its_cpu_build_is_refused_before_it_starts(store):
-    if not vllm_env.find_build("test").cpu:
-        pytest.skip("it is the GPU build")
-    with pytest.raises(ConfigError, match="repacks weights") as caught:
-        vllm.VllmEngine(setup_of(store, options={}))
-    assert caught.value.next == "set placement.resident_engine = false"
+def test_its_cpu_build_never_sleeps(store):
+    """It is the default where there is one GPU, whichever build is installed there."""
+    engine = engine_of(setup_of(store), llm := Recorder())
+    engine.cpu = True
+    assert not engine.sleep() and llm.asked == []
 
 
 @pytest.mark.vllm
 def test_a_real_vllm_takes_weights_and_its_cpu_build_takes_them_wrong(store):
-    """Everything except the memory that a GPU gives back. If the CPU's answers become right, the
-    refusal above may go."""
+    """Everything except the memory that a GPU gives back. If the CPU's answers become right, it may
+    sleep there too."""
     answers = checked("tests.stages.generate.resident_checks", store.url)
     assert answers["slept"] and answers["taken"]
     assert answers["second"] != answers["first"], "it is the same model"

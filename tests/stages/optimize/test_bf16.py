@@ -11,7 +11,9 @@ from quiver.stages.model.forward.precision import narrow
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.optimizer import (
     Bf16AdamW,
+    load_optimizer_state,
     round_by_chance,
+    round_weights,
 )
 from tests.stages.optimize import world
 
@@ -185,21 +187,82 @@ def test_the_policy_is_bfloat16_on_disk_too(store, policy):
     assert updates[-1]["value_loss"] < updates[0]["value_loss"]
 
 
-def test_weights_on_disk_may_be_bfloat16_and_the_training_goes_on_in_float32(store, policy, made):
-    """Two iterations are those of float32 files, bit for bit: the weights went with the optimizer's
-    state. In several files it is the same model."""
+def test_weights_trained_in_bf16_are_so_on_disk_and_the_training_goes_on_in_float32(
+    store, policy, made
+):
+    """Two iterations are those of float32 files, bit for bit: the halves of the weights that the
+    policy lacks went with the optimizer's state. Both take as many bytes."""
     policies = {}
-    for dtype in ("float32", "bfloat16"):
-        first = world.trained(store, policy, made, world.config(save_dtype=dtype, **LATER))
-        config = world.config(save_dtype=dtype, seed=1, **LATER)
-        policies[dtype] = first, world.trained(store, first, made, config)
-    for wide, rounded_policy in zip(*policies.values(), strict=True):
-        masters = world.weights(rounded_policy, STATE)
-        rounded = world.weights(rounded_policy)
-        assert json.loads(rounded_policy.files.read("config.json"))["dtype"] == "bfloat16"
+    for dtype in ("float32", "auto"):
+        options = {"save_dtype": dtype, "precision": "bf16", **LATER}
+        first = world.trained(store, policy, made, world.config(**options))
+        policies[dtype] = first, world.trained(store, first, made, world.config(seed=1, **options))
+    for wide, narrow_policy in zip(*policies.values(), strict=True):
+        state = world.weights(narrow_policy, STATE)
+        rounded = world.weights(narrow_policy)
+        assert json.loads(narrow_policy.files.read("config.json"))["dtype"] == "bfloat16"
         for name, weight in world.weights(wide).items():
-            assert torch.equal(masters[f"master.{name}"], weight)
-            assert torch.equal(rounded[name], weight.bfloat16())
+            assert _whole(rounded[name], state[f"rest.{name}"]).equal(weight)
+            error, least = (
+                (near.float() - weight).abs() for near in (rounded[name], weight.bfloat16())
+            )
+            assert torch.equal(error, least), "it is not rounded to nearest"
+        sizes = [
+            sum(entry.bytes for entry in each.manifest.files) for each in (wide, narrow_policy)
+        ]
+        assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
+
+
+def _whole(rounded: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """The float32 numbers of a bfloat16 policy and its state, by whole numbers of numpy."""
+    upper = rounded.view(torch.int16).numpy().astype(np.int64)
+    bits = upper * 2**16 + rest.numpy()
+    return torch.from_numpy(bits.astype(np.int32)).view(torch.float32)
+
+
+def test_every_number_is_rounded_to_nearest_and_restored():
+    """Halves, which the rest just holds, neighbours of powers of two, denormals, both signs."""
+    upper = torch.arange(-(2**15), 2**15).repeat_interleave(5)
+    lower = torch.tensor([0, 1, 2**15 - 1, 2**15, 2**16 - 1]).repeat(2**16)
+    numbers = (upper * 2**16 + lower).to(torch.int32).view(torch.float32)
+    numbers = numbers[numbers.abs() < 3.38e38]
+    layer = torch.nn.Linear(1, len(numbers), bias=False)
+    layer.weight.data = numbers[:, None].clone()
+    rest = round_weights(layer)["rest.weight"]
+    rounded = layer.weight.detach()
+    assert rounded.dtype == torch.bfloat16 and rest.dtype == torch.int16
+    assert _whole(rounded[:, 0], rest[:, 0]).view(torch.int32).equal(numbers.view(torch.int32))
+    error, least = ((near.double() - numbers).abs() for near in (rounded[:, 0], numbers.bfloat16()))
+    assert torch.equal(error, least)
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision", "dtype"),
+    [
+        ({}, "bf16", "bfloat16"),
+        ({}, "fp32", "float32"),
+        ({"save_optimizer": False}, "bf16", "float32"),
+        ({"load_optimizer": False}, "bf16", "float32"),
+        ({"algorithm": "gspo"}, "bf16", "float32"),
+        ({"lora": {}, "save_optimizer": False}, "bf16", "bfloat16"),
+        ({"lora": {"save": "adapter"}}, "bf16", "float32"),
+        ({"save_dtype": "bfloat16"}, "fp32", "bfloat16"),
+        ({"save_dtype": "float32"}, "bf16", "float32"),
+    ],
+)
+def test_the_dtype_on_disk_is_narrow_only_if_the_training_goes_on_exactly(
+    settings, precision, dtype
+):
+    assert world.config(**settings).saved_dtype(precision) == dtype
+
+
+def test_a_state_with_whole_float32_weights_still_loads():
+    """As versions before this one wrote it."""
+    layer = torch.nn.Linear(3, 2, bias=False)
+    weight = torch.randn(2, 3)
+    layer.weight.data = weight.bfloat16().float()
+    load_optimizer_state(torch.optim.AdamW(layer.parameters()), layer, {"master.weight": weight})
+    assert torch.equal(layer.weight, weight)
 
 
 def test_another_precision_goes_on_from_the_policys_weights(store, policy, made):
@@ -210,7 +273,7 @@ def test_another_precision_goes_on_from_the_policys_weights(store, policy, made)
         after = world.trained(store, first, made, world.config(precision=precision, **slow))
         moments = world.weights(after, STATE)
         assert after.manifest.metrics["step"] == 2 and float(moments["updates"]) == 2
-        assert not any(name.startswith("master") for name in moments)
+        assert not any(name.startswith("rest") for name in moments)
         weights = world.weights(first)
         for name, value in world.weights(after).items():
             torch.testing.assert_close(value.float(), weights[name].float(), rtol=2**-7, atol=2e-9)
@@ -234,9 +297,10 @@ def test_a_model_in_several_files_is_the_same_model(store, policy, made, monkeyp
     assert world.are_equal(one, other)
 
 
-def test_nothing_to_learn_keeps_the_masters(store, policy, made):
+def test_nothing_to_learn_keeps_the_weights(store, policy, made):
     rewards = world.write_rewards(store, made[0], lambda row: 1.0)
     config = world.config(save_dtype="bfloat16")
     done = world.trained(store, policy, (made[0], rewards), config)
-    weights = {f"master.{name}": value for name, value in world.weights(policy).items()}
-    assert world.are_equal(world.weights(done, STATE), weights)
+    rounded, state = world.weights(done), world.weights(done, STATE)
+    whole = {name: _whole(rounded[name], state[f"rest.{name}"]) for name in rounded}
+    assert world.are_equal(whole, world.weights(policy)) and len(state) == len(rounded)

@@ -53,7 +53,7 @@ REFUSED = [
     ({"lora": {"target_modules": []}}, "target_modules"),
     ({"lora": {"dropout": 0.1}}, "unknown key lora.dropout"),
     ({"save_dtype": "bfloat16", "lora": {"save": "adapter"}}, "save_dtype is for merged weights"),
-    ({"save_dtype": "bfloat16", "save_optimizer": False}, "keeps the float32 weights"),
+    ({"save_dtype": "bfloat16", "save_optimizer": False}, "keeps half of the float32 weights"),
     ({"save_dtype": "bfloat16", "algorithm": "gspo"}, "does not go with bounds this tight"),
     ({"save_dtype": "bfloat16", "prox_of": "start"}, "does not go with bounds this tight"),
     ({**NARROW, "lora": {"rank": 4}}, "does not go with lora: take 'bf16'"),

@@ -3,15 +3,18 @@
     hash_files(sorted(folder.glob("*.safetensors")), remembered=True)
     fill(folder, "models", key, make)     # calls make(path) to write the files if not cached
 
-A hash is remembered under the file's path, size, mtime_ns, ctime_ns and inode, in one small JSON
-file. A file that changed in the last two seconds may change again within one tick of its clock, so
-its hash is neither remembered nor reused. A hash for a new manifest is always computed. `Memory`
+A hash is remembered under the file's inode, size, mtime_ns and ctime_ns, in one small JSON file; a
+rename changes none of them. A file that changed in the last two seconds may change again within one
+tick of its clock, so its hash is neither remembered nor reused. Only the hash of a file that this
+process has written is remembered at once. A hash for a new manifest is always computed. `Memory`
 keeps other small answers about files by the same rule.
 
 A folder appears in the cache complete, by a rename. If two processes make it at once, both succeed
 and the later result is discarded. Copied files are checked against their hashes, and a damaged
 folder is made anew. The cache only saves time: without a home or on a full disk, `make` writes into
 the target folder itself.
+
+Not of the spine: without the cache, all that it keeps is computed or made again.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ _HASHES = "sha256.json"
 _ABANDONED_SECONDS = 86_400
 """Age at which a temporary folder of a killed process is removed: one day."""
 _SETTLED_NS = 2_000_000_000
+_STORED_BYTES = 2**24
+"""Size from which the hash of a store's file is remembered; smaller ones are hashed in no time."""
 _LARGE = 2**30
 """Size in bytes from which reading a file takes seconds, so that a message is shown."""
 shown = logging.getLogger("quiver")
@@ -60,7 +65,15 @@ class Memory:
     as it was before, and no file looks like that again.
     """
 
-    def __init__(self, kind: str, key: str, paths: Sequence[Path], made_by: Any = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        key: str,
+        paths: Sequence[Path],
+        made_by: Any = None,
+        *,
+        is_own: bool = False,
+    ) -> None:
         """Look at the files. Raises OSError if one does not exist.
 
         Args:
@@ -68,6 +81,7 @@ class Memory:
             key: What is asked about the files, such as their path.
             paths: All files that decide the answer. If there are none, nothing is remembered.
             made_by: Software that decides the answer too, as plain JSON.
+            is_own: This process has just written the files, and nobody else knows them yet.
         """
         newest = 0
         files = []
@@ -75,13 +89,12 @@ class Memory:
             status = path.stat()
             times = {"mtime_ns": status.st_mtime_ns, "ctime_ns": status.st_ctime_ns}
             newest = max(newest, *times.values())
-            files.append(
-                {"path": str(path), "size": status.st_size, "inode": status.st_ino, **times}
-            )
+            files.append({"size": status.st_size, "inode": status.st_ino, **times})
         self._identity = {"files": files, "made_by": made_by}
         cache = cache_folder(kind)
         self._entry: Path | None = None
-        if cache is not None and files and time.time_ns() - newest >= _SETTLED_NS:
+        is_settled = is_own or time.time_ns() - newest >= _SETTLED_NS
+        if cache is not None and files and is_settled:
             self._entry = cache / f"{hashlib.sha256(os.fsencode(key)).hexdigest()}.json"
 
     def recall(self) -> Any:
@@ -115,9 +128,17 @@ def hash_files(paths: Iterable[Path], *, remembered: bool = False) -> list[tuple
     return map_in_threads(lambda path: (path.name, _hash_file(path, remembered)), paths)
 
 
-def _hash_file(path: Path, remembered: bool) -> str:
+def hash_stored(path: Path, *, is_own: bool = False) -> str:
+    """Return the sha256 of a file of a store: the remembered one if it looks unchanged, unless
+    `is_own`, which means that this process has just written it."""
+    if path.stat().st_size < _STORED_BYTES:
+        return sha256_of(path)
+    return _hash_file(path, not is_own, is_own)
+
+
+def _hash_file(path: Path, remembered: bool, is_own: bool = False) -> str:
     path = path.resolve()
-    memory = Memory("hashes", str(path), [path])
+    memory = Memory("hashes", str(path.stat().st_ino), [path], is_own=is_own)
     sha256 = memory.recall() if remembered else None
     if sha256 is None:
         size = path.stat().st_size
