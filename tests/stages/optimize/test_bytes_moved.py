@@ -52,17 +52,6 @@ GROUPS, COPIES, PROMPT, COMPLETION = 9, 8, 145, 95
 """8,073 tokens in the row, 6,840 of which are predicted."""
 
 
-def once(operation):
-    """A kernel that reads each of its inputs once and writes each of its outputs once, as those in
-    kernels.py do. What all programs read, such as a norm's weight, comes from the cache."""
-
-    def cost(*arguments, **options):
-        outputs = operation(*arguments, **options)
-        return sum(tensor.nbytes for tensor in tensors_of((arguments, options, outputs)))
-
-    return cost
-
-
 def _attention(queries, keys, values, *_, **__):
     log_sums = 4 * queries.shape[0] * queries.shape[1]
     return 2 * queries.nbytes + keys.nbytes + values.nbytes + log_sums
@@ -73,12 +62,7 @@ def _attention_slope(grad, queries, keys, values, *_, **__):
     return 4 * queries.nbytes + 2 * keys.nbytes + 2 * values.nbytes + log_sums
 
 
-COSTS = {
-    name: once(getattr(operations, name))
-    for name in vars(operations)
-    if isinstance(getattr(operations, name), torch.library.CustomOpDef)
-}
-COSTS |= {"_varlen_attn": _attention, "_varlen_attn_backward": _attention_slope}
+COSTS = {"_varlen_attn": _attention, "_varlen_attn_backward": _attention_slope}
 
 
 def micro_batch(config, monkeypatch, *, fused: bool) -> Counter:
@@ -167,8 +151,17 @@ def test_without_the_kernels_it_moves_four_times_as_much(monkeypatch):
 
 
 def test_what_no_row_of_the_costs_tells_is_refused():
-    with Counter({}), pytest.raises(LookupError, match="gate"):
-        operations.gate(*torch.empty(2, 3, 4, device=META))
+    attend = torch.ops.torch_attn._varlen_attn
+    states, starts = torch.empty(3, 1, 8, device=META), torch.empty(2, device=META)
+    with Counter({}), pytest.raises(LookupError, match="_varlen_attn"):
+        attend(states, states, states, starts, starts, 3, 3)
+
+
+def test_a_kernel_reads_and_writes_each_of_its_tensors_once():
+    with Counter({}) as counter:
+        gates, ups = torch.empty(2, 3, 4, device=META)
+        operations.gate(gates, ups)
+    assert (counter.kernels, counter.moved) == (1, 3 * gates.nbytes)
 
 
 def test_views_are_free_and_an_operation_reads_and_writes_once():

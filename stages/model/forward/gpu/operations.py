@@ -1,4 +1,4 @@
-"""The kernels as torch operations, which also accept tensors without content (meta).
+"""The kernels as functions of tensors, which also accept tensors without content (meta).
 
 | operation | gives |
 |---|---|
@@ -15,8 +15,6 @@ once, and no other memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -39,22 +37,19 @@ def _power(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def _on_its_device(operation: Callable) -> Callable:
-    """Run `operation` on its first tensor's device, since Triton uses the current device."""
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch `kernel` on the device of its first tensor, since Triton uses the current device.
 
-    @wraps(operation)
-    def run(first: Tensor, *others: Any) -> Any:
-        with torch.cuda.device_of(first):
-            return operation(first, *others)
-
-    return run
+    Tensors without content (meta) stay without.
+    """
+    if arguments[0].device.type != "meta":
+        with torch.cuda.device_of(arguments[0]):
+            kernel[grid](*arguments, **options)
 
 
 # -- the head
 
 
-@torch.library.custom_op("quiver::head", mutates_args=())
-@_on_its_device
 def head(logits: Tensor, targets: Tensor, factors: Tensor, collision: bool) -> Tensor:
     """Compute logprobs and row statistics of logits [c, V] times factors [c].
 
@@ -62,7 +57,9 @@ def head(logits: Tensor, targets: Tensor, factors: Tensor, collision: bool) -> T
     `collision`; the largest logit; and log Σ exp(logit − largest).
     """
     rows = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
-    kernels.head_kernel[(len(logits),)](
+    launch(
+        kernels.head_kernel,
+        (len(logits),),
         logits,
         targets,
         factors,
@@ -76,13 +73,6 @@ def head(logits: Tensor, targets: Tensor, factors: Tensor, collision: bool) -> T
     return rows
 
 
-@head.register_fake
-def _(logits, targets, factors, collision):
-    return logits.new_empty(4, len(logits), dtype=torch.float32)
-
-
-@torch.library.custom_op("quiver::head_slope", mutates_args=())
-@_on_its_device
 def head_slope(
     logits: Tensor,
     targets: Tensor,
@@ -106,7 +96,9 @@ def head_slope(
     num_rows, num_ids = logits.shape
     slopes = torch.empty(num_rows, num_ids, dtype=dtype, device=logits.device)
     block = min(_ROW_BLOCK, _power(num_ids))
-    kernels.head_slope_kernel[(num_rows, -(-num_ids // block))](
+    launch(
+        kernels.head_slope_kernel,
+        (num_rows, -(-num_ids // block)),
         logits,
         slopes,
         targets,
@@ -121,11 +113,6 @@ def head_slope(
         num_warps=8,
     )
     return slopes
-
-
-@head_slope.register_fake
-def _(logits, targets, factors, rows, grads, entropy_grads, dtype):
-    return logits.new_empty(logits.shape, dtype=dtype)
 
 
 # -- RMSNorm
@@ -159,8 +146,6 @@ def _block(width: int) -> dict[str, int]:
     return {"ROWS": max(1, _TILE // block), "BLOCK": block, "num_warps": 4 if block < 4096 else 8}
 
 
-@torch.library.custom_op("quiver::norm", mutates_args=())
-@_on_its_device
 def norm(
     states: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -170,14 +155,6 @@ def norm(
     return output, _normalize(states, None, weight, epsilon, states, output)
 
 
-@norm.register_fake
-def _(states, weight, epsilon, dtype):
-    scales = states.new_empty(states.numel() // states.shape[-1], dtype=torch.float32)
-    return states.new_empty(states.shape, dtype=dtype), scales
-
-
-@torch.library.custom_op("quiver::add_norm", mutates_args=())
-@_on_its_device
 def add_norm(
     states: Tensor, branch: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,14 +166,6 @@ def add_norm(
     total = torch.empty(states.shape, dtype=total_dtype, device=states.device)
     output = torch.empty(states.shape, dtype=dtype, device=states.device)
     return total, output, _normalize(states, branch, weight, epsilon, total, output)
-
-
-@add_norm.register_fake
-def _(states, branch, weight, epsilon, dtype):
-    total_dtype = torch.promote_types(states.dtype, branch.dtype)
-    scales = states.new_empty(states.numel() // states.shape[-1], dtype=torch.float32)
-    total = states.new_empty(states.shape, dtype=total_dtype)
-    return total, states.new_empty(states.shape, dtype=dtype), scales
 
 
 def _normalize(
@@ -211,7 +180,9 @@ def _normalize(
     states, where = _rows(states)
     scales = torch.empty(where[0], dtype=torch.float32, device=states.device)
     block = _block(states.shape[-1])
-    kernels.norm_kernel[(-(-where[0] // block["ROWS"]),)](
+    launch(
+        kernels.norm_kernel,
+        (-(-where[0] // block["ROWS"]),),
         states,
         states if branch is None else branch,
         weight,
@@ -227,8 +198,6 @@ def _normalize(
     return scales
 
 
-@torch.library.custom_op("quiver::norm_slope", mutates_args=())
-@_on_its_device
 def norm_slope(
     grad: Tensor,
     total_grad: Tensor | None,
@@ -253,7 +222,9 @@ def norm_slope(
     if branch_dtype is not None:
         grad_branch = torch.empty(states.shape, dtype=branch_dtype, device=states.device)
     shares = torch.empty(num_programs, width, dtype=torch.float32, device=states.device)
-    kernels.norm_slope_kernel[(num_programs,)](
+    launch(
+        kernels.norm_slope_kernel,
+        (num_programs,),
         grad,
         grad if total_grad is None else total_grad,
         states,
@@ -272,17 +243,6 @@ def norm_slope(
     return grad_states, grad_branch, shares
 
 
-@norm_slope.register_fake
-def _(grad, total_grad, states, weight, scales, branch_dtype):
-    width = states.shape[-1]
-    num_programs, _ = _shares(len(scales), _block(width)["ROWS"])
-    shares = states.new_empty(num_programs, width, dtype=torch.float32)
-    branch = states.new_empty(0)
-    if branch_dtype is not None:
-        branch = states.new_empty(states.shape, dtype=branch_dtype)
-    return states.new_empty(states.shape), branch, shares
-
-
 def _shares(num_rows: int, rows_at_once: int) -> tuple[int, int]:
     """Return the number of programs, and how many turns of `rows_at_once` rows each takes."""
     num_turns = max(1, -(-num_rows // (rows_at_once * _PROGRAMS)))
@@ -292,41 +252,43 @@ def _shares(num_rows: int, rows_at_once: int) -> tuple[int, int]:
 # -- the gated MLP
 
 
-@torch.library.custom_op("quiver::gate", mutates_args=())
-@_on_its_device
 def gate(gates: Tensor, ups: Tensor) -> Tensor:
     """Return silu(gates) · ups of two matrices [N, i] of one dtype; their rows may be strided."""
     num_rows, width = gates.shape
     output = torch.empty(num_rows, width, dtype=gates.dtype, device=gates.device)
-    kernels.gate_kernel[(num_rows, -(-width // _COLUMNS))](
-        gates, ups, output, gates.stride(0), ups.stride(0), width, BLOCK=_COLUMNS
+    launch(
+        kernels.gate_kernel,
+        (num_rows, -(-width // _COLUMNS)),
+        gates,
+        ups,
+        output,
+        gates.stride(0),
+        ups.stride(0),
+        width,
+        BLOCK=_COLUMNS,
     )
     return output
 
 
-@gate.register_fake
-def _(gates, ups):
-    return gates.new_empty(gates.shape)
-
-
-@torch.library.custom_op("quiver::gate_slope", mutates_args=())
-@_on_its_device
 def gate_slope(grad: Tensor, gates: Tensor, ups: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gates and ups, side by side [N, 2 i], and the result of `gate`."""
     num_rows, width = gates.shape
     both = torch.empty(num_rows, 2 * width, dtype=gates.dtype, device=gates.device)
     output = torch.empty(num_rows, width, dtype=gates.dtype, device=gates.device)
     strides = (tensor.stride(0) for tensor in (grad, gates, ups))
-    kernels.gate_slope_kernel[(num_rows, -(-width // _COLUMNS))](
-        grad, gates, ups, both, output, *strides, width, BLOCK=_COLUMNS
+    launch(
+        kernels.gate_slope_kernel,
+        (num_rows, -(-width // _COLUMNS)),
+        grad,
+        gates,
+        ups,
+        both,
+        output,
+        *strides,
+        width,
+        BLOCK=_COLUMNS,
     )
     return both, output
-
-
-@gate_slope.register_fake
-def _(grad, gates, ups):
-    num_rows, width = gates.shape
-    return gates.new_empty(num_rows, 2 * width), gates.new_empty(num_rows, width)
 
 
 # -- rotary positions
@@ -336,8 +298,6 @@ _TOKENS = 8
 """Tokens of one program."""
 
 
-@torch.library.custom_op("quiver::rotate", mutates_args=())
-@_on_its_device
 def rotate(
     queries: Tensor,
     keys: Tensor,
@@ -356,7 +316,9 @@ def rotate(
     shape = num_tokens, keys.shape[1], width
     new_queries = torch.empty(queries.shape, dtype=query_dtype, device=queries.device)
     new_keys = torch.empty(shape, dtype=key_dtype, device=keys.device)
-    kernels.rotate_kernel[(-(-num_tokens // _TOKENS),)](
+    launch(
+        kernels.rotate_kernel,
+        (-(-num_tokens // _TOKENS),),
         queries,
         keys,
         cosines,
@@ -376,17 +338,9 @@ def rotate(
     return new_queries, new_keys
 
 
-@rotate.register_fake
-def _(queries, keys, cosines, sines, inverse, query_dtype, key_dtype):
-    new_queries = queries.new_empty(queries.shape, dtype=query_dtype)
-    return new_queries, keys.new_empty(keys.shape, dtype=key_dtype)
-
-
 # -- keys and values of a prompt that several completions read
 
 
-@torch.library.custom_op("quiver::add_copies", mutates_args=())
-@_on_its_device
 def add_copies(
     key_grads: Tensor, value_grads: Tensor, copies: Tensor, offsets: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -396,7 +350,9 @@ def add_copies(
     """
     num_tokens, width = len(offsets) - 1, key_grads.shape[1]
     new_keys, new_values = (key_grads.new_empty(num_tokens, width) for _ in range(2))
-    kernels.add_copies_kernel[(num_tokens, -(-width // _COLUMNS))](
+    launch(
+        kernels.add_copies_kernel,
+        (num_tokens, -(-width // _COLUMNS)),
         key_grads,
         value_grads,
         new_keys,
@@ -407,9 +363,3 @@ def add_copies(
         BLOCK=min(_COLUMNS, _power(width)),
     )
     return new_keys, new_values
-
-
-@add_copies.register_fake
-def _(key_grads, value_grads, copies, offsets):
-    shape = len(offsets) - 1, key_grads.shape[1]
-    return key_grads.new_empty(shape), value_grads.new_empty(shape)
