@@ -15,13 +15,14 @@ from quiver.flows.recipe import Recipe
 from quiver.stages.model.forward.gpu import choice, head, operations
 from quiver.stages.model.forward.layout import Sequences
 from quiver.stages.model.forward.policy import Policy
+from quiver.stages.model.forward.transfer import to_device
 from quiver.stages.model.memory import shape_of
 from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize.algorithms import find_algorithm
 from quiver.stages.optimize.batch import Batch, StepColumns
 from quiver.stages.optimize.config import Config
 from quiver.stages.optimize.objective import Objective
-from tests.bytes_moved import META, Counter, autocast_on_meta, tensors_of
+from tests.bytes_moved import META, Counter, autocast_on_meta
 
 MODELS = {
     "0.5B": Qwen2Config(
@@ -62,7 +63,7 @@ def _attention_slope(grad, queries, keys, values, *_, **__):
     return 4 * queries.nbytes + 2 * keys.nbytes + 2 * values.nbytes + log_sums
 
 
-COSTS = {"_varlen_attn": _attention, "_varlen_attn_backward": _attention_slope}
+COSTS = {"_flash_attention_forward": _attention, "_flash_attention_backward": _attention_slope}
 
 
 def micro_batch(config, monkeypatch, *, fused: bool) -> Counter:
@@ -95,8 +96,8 @@ def micro_batch(config, monkeypatch, *, fused: bool) -> Counter:
         (pieces,) = policy.microbatches(rollouts, numbers, sequences, 1 << 30)
         layout = policy.layout(pieces, sequences)
         assert (layout.ids.numel(), len(layout.targets)) == (8073, 6840)
-        columns = batch.token_columns(layout.rows, META)
-        step = StepColumns(weights, kl_coef=0.1).at(batch.places(layout.rows), META)
+        step = StepColumns(weights, kl_coef=0.1).at(batch.places(layout.rows))
+        columns, step = to_device((batch.token_columns(layout.rows), step), META)
         head._is_right("meta", torch.bfloat16)  # tried once a process, not once a micro-batch
         with Counter(COSTS) as counter, policy.context():
             moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]

@@ -6,8 +6,8 @@
 | `head_slope` | the gradient of that chunk |
 | `norm`, `add_norm`, `norm_slope` | RMSNorm, also of a sum; its gradients |
 | `gate`, `gate_slope` | silu(gate) · up; its gradients |
-| `rotate` | rotary positions of queries and keys, or their inverse |
-| `add_copies` | gradients of a shared prompt's keys and values, summed over its completions |
+| `rotate`, `rotate_slope` | rotary positions of queries and keys, also of their norms; gradients |
+| `merge` | attention over keys of two kinds, from the attention over each |
 
 Importing this module needs Triton. Each operation reads and writes the tensors of its signature
 once, and no other memory.
@@ -15,17 +15,17 @@ once, and no other memory.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import kernels
+from .choice import MOST_SHARES
 
 _ROW_BLOCK = 4096
 """Logits of a row that one program of the head holds at once."""
-_PROGRAMS = 512
-"""Most shares into which a norm's weight gradient is split."""
 _TILE = 2048
 """Numbers of a norm's rows that one program holds at once, approximately."""
 _COLUMNS = 1024
@@ -245,7 +245,7 @@ def norm_slope(
 
 def _shares(num_rows: int, rows_at_once: int) -> tuple[int, int]:
     """Return the number of programs, and how many turns of `rows_at_once` rows each takes."""
-    num_turns = max(1, -(-num_rows // (rows_at_once * _PROGRAMS)))
+    num_turns = max(1, -(-num_rows // (rows_at_once * MOST_SHARES)))
     return -(-num_rows // (rows_at_once * num_turns)), num_turns
 
 
@@ -298,68 +298,122 @@ _TOKENS = 8
 """Tokens of one program."""
 
 
+class Norms(NamedTuple):
+    """Norms of queries and keys before their rotation."""
+
+    query_weight: Tensor
+    """[e]"""
+    key_weight: Tensor
+    """[e]"""
+    epsilon: float
+
+
 def rotate(
     queries: Tensor,
     keys: Tensor,
     cosines: Tensor,
     sines: Tensor,
-    inverse: bool,
-    query_dtype: torch.dtype,
-    key_dtype: torch.dtype,
+    dtype: torch.dtype,
+    norms: Norms | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries [L, H, e] and keys [L, h, e] by contiguous cosines and sines [L, e].
+    """Rotate queries [L, H, e] and keys [L, h, e], normalized first if there are `norms`, by
+    contiguous cosines and sines [L, e]. Both results are contiguous, in `dtype`."""
+    shapes = queries.shape, keys.shape
+    turned = [torch.empty(shape, dtype=dtype, device=queries.device) for shape in shapes]
+    _rotate(queries, keys, cosines, sines, turned, (queries, keys), norms, None)
+    return tuple(turned)
 
-    If `inverse`, rotate back, which is the gradient. Both results are contiguous, in the given
-    dtypes.
+
+def rotate_slope(
+    query_grads: Tensor,
+    key_grads: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    before: tuple[Tensor, Tensor] | None = None,
+    norms: Norms | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the queries and keys of `rotate`, in `dtypes`.
+
+    With norms, `before` are the queries and keys, and the third result is shares [p, 2, e] float32
+    of the gradients of the weights.
     """
-    num_tokens, num_heads, width = queries.shape
-    shape = num_tokens, keys.shape[1], width
-    new_queries = torch.empty(queries.shape, dtype=query_dtype, device=queries.device)
-    new_keys = torch.empty(shape, dtype=key_dtype, device=keys.device)
+    grads = query_grads, key_grads
+    device = query_grads.device
+    turned = [
+        torch.empty(grad.shape, dtype=dtype, device=device)
+        for grad, dtype in zip(grads, dtypes, strict=True)
+    ]
+    num_shares = 0 if norms is None else _shares(len(query_grads), _TOKENS)[0]
+    width = query_grads.shape[-1]
+    shares = torch.empty(num_shares, 2, width, dtype=torch.float32, device=device)
+    _rotate(*grads, cosines, sines, turned, before or grads, norms, shares)
+    return *turned, shares
+
+
+def _rotate(
+    queries: Tensor,
+    keys: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    turned: Sequence[Tensor],
+    before: tuple[Tensor, Tensor],
+    norms: Norms | None,
+    shares: Tensor | None,
+) -> None:
+    """Fill `turned`; with `shares` rotate back, and fill them too if there are norms."""
+    num_tokens, _, width = queries.shape
+    num_programs, num_turns = -(-num_tokens // _TOKENS), 1
+    if norms is not None and shares is not None:
+        num_programs, num_turns = _shares(num_tokens, _TOKENS)
+    query_weight, key_weight, epsilon = norms or (cosines, cosines, 0.0)
     launch(
         kernels.rotate_kernel,
-        (-(-num_tokens // _TOKENS),),
+        (num_programs,),
         queries,
         keys,
         cosines,
         sines,
-        new_queries,
-        new_keys,
+        *turned,
+        *before,
+        query_weight,
+        key_weight,
+        turned[0] if shares is None else shares,
         num_tokens,
-        num_heads,
+        num_turns,
+        queries.shape[1],
         keys.shape[1],
-        *queries.stride()[:2],
-        *keys.stride()[:2],
+        *(stride for states in (queries, keys, *before) for stride in states.stride()[:2]),
         width // 2,
-        INVERSE=inverse,
+        epsilon,
+        INVERSE=shares is not None,
+        NORM=norms is not None,
         TOKENS=_TOKENS,
         BLOCK=_power(width // 2),
     )
-    return new_queries, new_keys
 
 
-# -- keys and values of a prompt that several completions read
+# -- attention over the keys of several calls
 
 
-def add_copies(
-    key_grads: Tensor, value_grads: Tensor, copies: Tensor, offsets: Tensor
+def merge(
+    output: Tensor, log_sums: Tensor, more: Tensor, more_log_sums: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sum gradients [K, w] of copies, contiguous and of one dtype, for each of N tokens [N, w].
-
-    The gradients of token i are the rows copies[offsets[i]] … copies[offsets[i + 1] − 1].
-    """
-    num_tokens, width = len(offsets) - 1, key_grads.shape[1]
-    new_keys, new_values = (key_grads.new_empty(num_tokens, width) for _ in range(2))
+    """Merge attention's output [L, H, e] and log-sums [H, L] over some keys with those over others,
+    into the first. A query whose other log-sum is infinite saw none of the others."""
+    output = output.contiguous()
+    num_tokens, num_heads, width = output.shape
     launch(
-        kernels.add_copies_kernel,
-        (num_tokens, -(-width // _COLUMNS)),
-        key_grads,
-        value_grads,
-        new_keys,
-        new_values,
-        copies,
-        offsets,
+        kernels.merge_kernel,
+        (-(-num_tokens // _TOKENS), num_heads),
+        output,
+        log_sums,
+        more.contiguous(),
+        more_log_sums,
+        num_tokens,
+        num_heads,
         width,
-        BLOCK=min(_COLUMNS, _power(width)),
+        TOKENS=_TOKENS,
+        BLOCK=_power(width),
     )
-    return new_keys, new_values
+    return output, log_sums

@@ -177,16 +177,18 @@ def _gate() -> None:
     operations.gate_slope(operations.gate(gate, up), gate, up)
 
 
-def _rotate(width: int, positions: torch.dtype) -> None:
-    queries, keys = (torch.empty(9, n, width, dtype=torch.bfloat16) for n in (14, 2))
+def _rotate(width: int, positions: torch.dtype, *, has_norms: bool = False) -> None:
+    before = tuple(torch.empty(9, n, width, dtype=torch.bfloat16) for n in (14, 2))
     cosines = torch.empty(9, width, dtype=positions)
-    for inverse in (False, True):
-        operations.rotate(queries, keys, cosines, cosines, inverse, *[torch.bfloat16] * 2)
+    weight = torch.empty(width)
+    norms = operations.Norms(weight, weight, 1e-6) if has_norms else None
+    turned = operations.rotate(*before, cosines, cosines, torch.bfloat16, norms)
+    operations.rotate_slope(*turned, cosines, cosines, [torch.bfloat16] * 2, before, norms)
 
 
-def _add_copies() -> None:
-    grads = torch.empty(9, 2 * 128, dtype=torch.bfloat16)
-    operations.add_copies(grads, grads, torch.arange(9), torch.tensor([0, 4, 9]))
+def _merge() -> None:
+    output, log_sums = torch.empty(9, 14, 128, dtype=torch.bfloat16), torch.empty(14, 9)
+    operations.merge(output, log_sums, output, log_sums)
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -201,7 +203,8 @@ CALLS = {
     "gate": (_gate, 2),
     "rotation": (partial(_rotate, 128, FP32), 2),
     "rotation in bfloat16": (partial(_rotate, 64, BF16), 2),
-    "copies": (_add_copies, 1),
+    "norms and rotation": (partial(_rotate, 128, FP32, has_norms=True), 2),
+    "merge": (_merge, 1),
 }
 
 
