@@ -133,7 +133,7 @@ class Trainer(SavedState):
         rank."""
         config = self.config
         model = self.model
-        passed, longest, keys = self.batch.sequences.sizes(self.batch.prompt_numbers)
+        passed, longest = self.batch.sequences.sizes(self.batch.prompt_numbers)
         shape = cache(partial(memory.shape_of, model.config))
 
         def bytes_of(tokens: int, recomputes: bool) -> dict[str, float]:
@@ -142,7 +142,6 @@ class Trainer(SavedState):
                 max(min(tokens, passed / config.minibatches), longest),
                 on_gpu=True,
                 precision=self.precision,
-                keys_per_token=keys,
                 lora_rank=config.lora.rank if config.lora else None,
                 has_critic=self.policy.value_trunk is not None,
                 recomputes=recomputes,

@@ -75,15 +75,14 @@ class Sequences:
         """[B] int64: tokens of each rollout in the strip, after its prompt."""
         return self.turns.input_lengths if self.turns else self.completions.lengths - 1
 
-    def sizes(self, prompt_numbers: Sequence[int]) -> tuple[int, int, float]:
-        """Return the tokens of a pass that reads each prompt once, the tokens of the longest
-        rollout, and the keys per token that attention gathers: each rollout has its prompt's
-        beside its own."""
+    def sizes(self, prompt_numbers: Sequence[int]) -> tuple[int, int]:
+        """Return the tokens of a pass that reads each prompt once, and the tokens of the longest
+        rollout."""
         prompts = self.prompts.lengths
         read_once = dict(zip(prompt_numbers, prompts.tolist(), strict=True))
         tokens = sum(read_once.values()) + int(self.input_lengths.sum())
         longest = max((prompts + self.input_lengths).tolist(), default=0)
-        return tokens, longest, 1 + int(prompts.sum()) / max(1, tokens)
+        return tokens, longest
 
     def take(self, rows: Sequence[int]) -> Sequences:
         """Return rollouts `rows`, in that order."""

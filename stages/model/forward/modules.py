@@ -555,40 +555,39 @@ class _Rotation(torch.autograd.Function):
     def forward(ctx, queries, keys, query_weight, key_weight, epsilon, cosines, sines, dtype):
         from .gpu import operations
 
-        before = [_heads(states) for states in (queries, keys)]
-        cosines = cosines[0].contiguous()
-        sines = sines[0].contiguous()
-        ctx.dtypes = queries.dtype, keys.dtype
-        ctx.epsilon = epsilon
+        heads = [_heads(states) for states in (queries, keys)]
+        positions = cosines[0].contiguous(), sines[0].contiguous()
         norms = None
-        ctx.save_for_backward(cosines, sines)
+        saved = positions
         if epsilon is not None:
             norms = operations.Norms(query_weight, key_weight, epsilon)
-            ctx.save_for_backward(cosines, sines, *before, query_weight, key_weight)
-        turned = operations.rotate(*before, cosines, sines, dtype, norms)
+            saved = *positions, *heads, query_weight, key_weight
+        ctx.save_for_backward(*saved)
+        ctx.dtypes = queries.dtype, keys.dtype
+        ctx.epsilon = epsilon
+        *turned, _ = operations.rotate(*heads, *positions, (dtype, dtype), norms)
         return tuple(states.transpose(0, 1)[None] for states in turned)
 
     @staticmethod
-    def backward(ctx, grad_queries, grad_keys):
+    def backward(ctx, *grads):
         from .gpu import operations
 
         cosines, sines, *others = ctx.saved_tensors
-        before = norms = None
-        if others:
-            before, weights = others[:2], others[2:]
-            norms = operations.Norms(*weights, ctx.epsilon)
-        grads = [_heads(grad) for grad in (grad_queries, grad_keys)]
-        *turned, shares = operations.rotate_slope(*grads, cosines, sines, ctx.dtypes, before, norms)
-        grad_states = (grad.transpose(0, 1)[None] for grad in turned)
-        grad_weights = [None, None]
-        if norms is not None:
-            grad_weights = [
-                sum_of_shares(share, weight) if is_needed else None
-                for share, weight, is_needed in zip(
-                    shares.unbind(1), weights, ctx.needs_input_grad[2:4], strict=True
-                )
-            ]
-        return *grad_states, *grad_weights, *[None] * 4
+        before, weights = others[:2], others[2:]
+        *turned, shares = operations.rotate(
+            *map(_heads, grads),
+            cosines,
+            sines,
+            ctx.dtypes,
+            operations.Norms(*weights, ctx.epsilon) if weights else None,
+            inverse=True,
+            before=before,
+        )
+        grad_weights: list[Tensor | None] = [None, None]
+        for index, weight in enumerate(weights):
+            if ctx.needs_input_grad[2 + index]:
+                grad_weights[index] = sum_of_shares(shares[:, index], weight)
+        return *(grad.transpose(0, 1)[None] for grad in turned), *grad_weights, *[None] * 4
 
 
 def _heads(states: Tensor) -> Tensor:

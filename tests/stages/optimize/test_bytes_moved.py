@@ -66,9 +66,10 @@ def _attention_slope(grad, queries, keys, values, *_, **__):
 COSTS = {"_flash_attention_forward": _attention, "_flash_attention_backward": _attention_slope}
 
 
-def micro_batch(config, monkeypatch, *, fused: bool) -> Counter:
+def micro_batch(config, monkeypatch, *, fused: bool, passes: int = 1) -> Counter:
     """A pass of a policy with float32 weights under bfloat16 autocast, with the loss of GRPO, and
-    its backward pass; the weights have no gradient before."""
+    its backward pass. With two `passes` the second is counted, else the weights have no gradient
+    before."""
     num_rollouts = GROUPS * COPIES
     rollouts = range(num_rollouts)
     numbers = [rollout // COPIES for rollout in rollouts]
@@ -99,11 +100,13 @@ def micro_batch(config, monkeypatch, *, fused: bool) -> Counter:
         step = StepColumns(weights, kl_coef=0.1).at(batch.places(layout.rows))
         columns, step = to_device((batch.token_columns(layout.rows), step), META)
         head._is_right("meta", torch.bfloat16)  # tried once a process, not once a micro-batch
-        with Counter(COSTS) as counter, policy.context():
-            moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
-            counter.hold(*model.parameters(), *moments)
-            loss, _, _ = objective.loss(columns, policy(layout), step)
-            loss.backward()
+        with policy.context():
+            for _ in range(passes):
+                with Counter(COSTS) as counter:
+                    moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
+                    counter.hold(*model.parameters(), *moments)
+                    loss, _, _ = objective.loss(columns, policy(layout), step)
+                    loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     return counter
 
@@ -143,6 +146,23 @@ def test_quiver_fit_tells_the_peak_within_a_fifth(name):
     held = need.bytes - need.memory["libraries"]
     held -= 0.5 * need.memory["gradients"]  # in the middle of the backward pass
     assert held == pytest.approx(counter.peak, rel=0.2)
+
+
+def test_a_layer_is_at_most_34_kernels():
+    """In a micro-batch after the first, with shared prompts; no gradient is added up by autograd
+    but the embedding's."""
+    small = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 512, "head_dim": 16}
+    counters = []
+    for num_layers in (1, 2):
+        config = Qwen3Config(
+            **small, num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            counters.append(micro_batch(config, patch, fused=True, passes=2))
+    first, second = counters
+    assert second.kernels - first.kernels <= 34
+    assert first.calls_of["add_"] == second.calls_of["add_"] == 1
+    assert second.calls_of["rotate_kernel"] - first.calls_of["rotate_kernel"] == 2
 
 
 def test_without_the_kernels_it_moves_four_times_as_much(monkeypatch):

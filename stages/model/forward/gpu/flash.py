@@ -66,21 +66,11 @@ def _arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return what both of torch's operations take; its option counts the keys before a query's
     own."""
-    is_windowed = call.causal and window is not None
-    dropout = 0.0
-    positional = (
-        call.query_offsets,
-        call.key_offsets,
-        *call.longest,
-        dropout,
-        call.causal and not is_windowed,
-    )
-    named = {
-        "scale": scaling,
-        "window_size_left": window - 1 if is_windowed else -1,
-        "window_size_right": 0 if call.causal else -1,
-    }
-    return positional, named
+    left = -1 if window is None or not call.causal else window - 1
+    right = 0 if call.causal else -1
+    dropout, is_causal = 0.0, (left, right) == (-1, 0)
+    positional = call.query_offsets, call.key_offsets, *call.longest, dropout, is_causal
+    return positional, {"scale": scaling, "window_size_left": left, "window_size_right": right}
 
 
 def merge(

@@ -6,7 +6,7 @@
 | `head_slope` | the gradient of that chunk |
 | `norm`, `add_norm`, `norm_slope` | RMSNorm, also of a sum; its gradients |
 | `gate`, `gate_slope` | silu(gate) · up; its gradients |
-| `rotate`, `rotate_slope` | rotary positions of queries and keys, also of their norms; gradients |
+| `rotate` | rotary positions of queries and keys, also of their norms; the gradients |
 | `merge` | attention over keys of two kinds, from the attention over each |
 
 Importing this module needs Triton. Each operation reads and writes the tensors of its signature
@@ -313,59 +313,39 @@ def rotate(
     keys: Tensor,
     cosines: Tensor,
     sines: Tensor,
-    dtype: torch.dtype,
-    norms: Norms | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Rotate queries [L, H, e] and keys [L, h, e], normalized first if there are `norms`, by
-    contiguous cosines and sines [L, e]. Both results are contiguous, in `dtype`."""
-    shapes = queries.shape, keys.shape
-    turned = [torch.empty(shape, dtype=dtype, device=queries.device) for shape in shapes]
-    _rotate(queries, keys, cosines, sines, turned, (queries, keys), norms, None)
-    return tuple(turned)
-
-
-def rotate_slope(
-    query_grads: Tensor,
-    key_grads: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
     dtypes: tuple[torch.dtype, torch.dtype],
-    before: tuple[Tensor, Tensor] | None = None,
     norms: Norms | None = None,
+    *,
+    inverse: bool = False,
+    before: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the queries and keys of `rotate`, in `dtypes`.
+    """Rotate queries [L, H, e] and keys [L, h, e], normalized first if there are `norms`.
 
-    With norms, `before` are the queries and keys, and the third result is shares [p, 2, e] float32
-    of the gradients of the weights.
+    Args:
+        queries: Heads of width e, each contiguous.
+        keys: The same.
+        cosines: [L, e], contiguous.
+        sines: [L, e], contiguous.
+        dtypes: Dtypes of the results.
+        norms: The norms. Default: none.
+        inverse: If true, compute gradients: `queries` and `keys` are those of the results.
+        before: For the gradients of norms, their inputs.
+
+    Returns:
+        Both, contiguous; and shares [p, 2, e] float32 of the gradients of the norms' weights.
     """
-    grads = query_grads, key_grads
-    device = query_grads.device
-    turned = [
-        torch.empty(grad.shape, dtype=dtype, device=device)
-        for grad, dtype in zip(grads, dtypes, strict=True)
-    ]
-    num_shares = 0 if norms is None else _shares(len(query_grads), _TOKENS)[0]
-    width = query_grads.shape[-1]
-    shares = torch.empty(num_shares, 2, width, dtype=torch.float32, device=device)
-    _rotate(*grads, cosines, sines, turned, before or grads, norms, shares)
-    return *turned, shares
-
-
-def _rotate(
-    queries: Tensor,
-    keys: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    turned: Sequence[Tensor],
-    before: tuple[Tensor, Tensor],
-    norms: Norms | None,
-    shares: Tensor | None,
-) -> None:
-    """Fill `turned`; with `shares` rotate back, and fill them too if there are norms."""
     num_tokens, _, width = queries.shape
-    num_programs, num_turns = -(-num_tokens // _TOKENS), 1
-    if norms is not None and shares is not None:
+    num_programs, num_turns, num_shares = -(-num_tokens // _TOKENS), 1, 0
+    if inverse and norms is not None:
         num_programs, num_turns = _shares(num_tokens, _TOKENS)
+        num_shares = num_programs
+    device = queries.device
+    shares = torch.empty(num_shares, 2, width, dtype=torch.float32, device=device)
+    turned = [
+        torch.empty(states.shape, dtype=dtype, device=device)
+        for states, dtype in zip((queries, keys), dtypes, strict=True)
+    ]
+    before = before or (queries, keys)
     query_weight, key_weight, epsilon = norms or (cosines, cosines, 0.0)
     launch(
         kernels.rotate_kernel,
@@ -378,7 +358,7 @@ def _rotate(
         *before,
         query_weight,
         key_weight,
-        turned[0] if shares is None else shares,
+        shares,
         num_tokens,
         num_turns,
         queries.shape[1],
@@ -386,11 +366,12 @@ def _rotate(
         *(stride for states in (queries, keys, *before) for stride in states.stride()[:2]),
         width // 2,
         epsilon,
-        INVERSE=shares is not None,
+        INVERSE=inverse,
         NORM=norms is not None,
         TOKENS=_TOKENS,
         BLOCK=_power(width // 2),
     )
+    return *turned, shares
 
 
 # -- attention over the keys of several calls

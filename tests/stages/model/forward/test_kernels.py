@@ -71,6 +71,10 @@ def test_what_gives_other_numbers_or_gradients_stays(stranger, interpreted):
     assert not interpreted["strangers"][type(stranger).__name__]
 
 
+def test_the_rotation_makes_norms_that_stand_right_before_it(interpreted):
+    assert interpreted["norms"] == {"Qwen3Attention": True, "NormedLate": False}
+
+
 def test_where_tf32_is_allowed_its_last_digits_may_differ(interpreted):
     assert interpreted["coarse"] == {"highest": 0, "high": 1}
 
@@ -182,8 +186,9 @@ def _rotate(width: int, positions: torch.dtype, *, has_norms: bool = False) -> N
     cosines = torch.empty(9, width, dtype=positions)
     weight = torch.empty(width)
     norms = operations.Norms(weight, weight, 1e-6) if has_norms else None
-    turned = operations.rotate(*before, cosines, cosines, torch.bfloat16, norms)
-    operations.rotate_slope(*turned, cosines, cosines, [torch.bfloat16] * 2, before, norms)
+    positions, dtypes = (cosines, cosines), [torch.bfloat16] * 2
+    *turned, _ = operations.rotate(*before, *positions, dtypes, norms)
+    operations.rotate(*turned, *positions, dtypes, norms, inverse=True, before=before)
 
 
 def _merge() -> None:

@@ -5,6 +5,7 @@ The kernel runs on a GPU alone (tests/gpu has it itself). Here loops over its ar
 documentation describes them, stand in.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -23,7 +24,9 @@ from quiver.stages.model.forward.verify import (
     recorded,
     varlen_is_right,
 )
+from quiver.stages.model.ragged import Ragged
 from tests import flash
+from tests.bytes_moved import META, Counter
 from tests.stages.model.forward import test_policy as forward
 
 
@@ -204,6 +207,37 @@ def test_a_lack_of_memory_is_no_reason_for_another_kernel():
     kernel = raising(torch.OutOfMemoryError("CUDA out of memory"))
     with flash.on_cpu(kernel), pytest.raises(torch.OutOfMemoryError):
         varlen_is_right(*_calls())
+
+
+def test_the_kernel_is_tried_on_the_beginnings_of_a_few_rollouts(loops):
+    policy = Policy(forward._model("llama"), autocast=False)
+    policy.set_mode("shared")
+    lengths = [700, 30, 20, 600, 40, 9, 10]
+    rows = [torch.randint(97, (length,)) for length in lengths]
+    prompts = forward._ragged([rows[0]] * 5 + [rows[1]] * 2)
+    sequences = Sequences(prompts, forward._ragged(rows), torch.ones(7))
+    (pieces,) = policy.microbatches(range(7), [0] * 5 + [1] * 2, sequences, 10_000)
+    calls, layout = verify.probe_calls(policy, pieces, sequences)
+    kept = [512, 30, 20, 512, 9, 10]  # four of the first prompt, two of the second
+    assert layout.ids.numel() == 512 + 30 + sum(kept) - len(kept)
+    assert [states[0].shape[2] for states, _ in calls] == [layout.ids.numel()]
+
+
+def test_trying_the_kernel_takes_half_a_gigabyte_at_most():
+    """Beside its inputs, for rollouts of 16,384 tokens with the heads of Qwen3-1.7B."""
+    ids = torch.zeros(2 * 16_384, dtype=torch.int64)
+    both = Ragged.from_lengths(ids, torch.tensor([16_384, 16_384]))
+    model = forward._model("qwen3", num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+    policy = Policy(model.to(META), autocast=False)
+    policy.set_mode("shared")
+    sequences = Sequences(both, both, torch.ones(2))
+    (pieces,) = policy.microbatches(range(2), [0, 0], sequences, 100_000)
+    with Counter({}) as counter:
+        calls, layout = verify.probe_calls(policy, pieces, sequences)
+        for states, options in calls:
+            for tried, dtype in ((layout, torch.bfloat16), (replace(layout, runs=None), None)):
+                verify._attend([each.to(dtype or torch.float32) for each in states], options, tried)
+    assert counter.peak < 0.5e9
 
 
 @pytest.mark.parametrize("wanted, expected", [("shared", "blocks"), ("single", "model")])
