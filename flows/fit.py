@@ -157,13 +157,6 @@ class Workload:
         """Tokens that a pass over all rollouts reads; each prompt counts once."""
         return self.prompts * self.prompt_tokens + self.rollouts * (self.completion_tokens - 1)
 
-    @property
-    def keys_per_token(self) -> float:
-        """Keys that attention gathers per token read: each rollout has its prompt's keys beside its
-        own."""
-        keys = self.rollouts * (self.prompt_tokens + self.completion_tokens - 1)
-        return (self.prompts * self.prompt_tokens + keys) / self.passed_tokens
-
 
 def workload_of(recipe: Recipe) -> Workload:
     """Return the workload of the run's newest rollouts if there are any, else of the recipe's keys.
@@ -271,7 +264,6 @@ class Estimate:
                 self._microbatch(budget, in_step),
                 on_gpu=on_gpu,
                 precision=precision,
-                keys_per_token=work.keys_per_token,
                 lora_rank=config.lora.rank if config.lora else None,
                 has_critic=config.critic == "model",
                 recomputes=recomputes,
@@ -300,7 +292,6 @@ class Estimate:
                 self._microbatch(budget, work.passed_tokens),
                 on_gpu=on_gpu,
                 precision=precision,
-                keys_per_token=work.keys_per_token,
             )
 
         asleep = self.asleep(on_gpu)

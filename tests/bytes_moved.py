@@ -8,8 +8,9 @@ GPU is needed.
 
 The rules: an operation is a kernel that reads each tensor given to it and writes each one that it
 gives back, once; views and tensors without content are free; products of matrices are counted for
-themselves. An operation of one's own counts what its row of `costs` says that its kernel reads and
-writes; without a row it is refused, so nothing hides in one.
+themselves. A kernel of `operations` reads and writes each tensor that it is launched with once.
+Another operation that is not torch's own counts what its row of `costs` says; without a row it is
+refused, so nothing hides in one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from quiver.stages.model.forward.gpu import operations
 
 PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 VIEWS = frozenset(
@@ -79,6 +82,27 @@ class Counter(TorchDispatchMode):
         """The most bytes that were alive at once, of what was made here or is held."""
         self._sizes: dict[int, int] = {}
 
+    def __enter__(self):
+        self._launch, operations.launch = operations.launch, self._count_launch
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        operations.launch = self._launch
+        return super().__exit__(*error)
+
+    def _count_launch(self, kernel, grid, *arguments, **options):
+        tensors = {id(tensor): tensor for tensor in tensors_of(arguments)}
+        self._count(kernel.__name__, sum(tensor.nbytes for tensor in tensors.values()))
+
+    def _count(self, name, moved):
+        self.kernels += 1
+        self.calls_of[name] += 1
+        self.bytes_of[name] += moved
+        if name in PRODUCTS:
+            self.moved_by_products += moved
+        else:
+            self.moved += moved
+
     def hold(self, *tensors: torch.Tensor) -> None:
         """Weights, moments and whatever else is alive before: count them from now on."""
         for tensor in tensors:
@@ -109,13 +133,7 @@ class Counter(TorchDispatchMode):
             moved = sum(tensor.numel() * tensor.element_size() for tensor in touched)
         else:
             raise LookupError(f"{function.name()}: `costs` must say what its kernel moves")
-        self.kernels += 1
-        self.calls_of[name] += 1
-        self.bytes_of[name] += moved
-        if name in PRODUCTS:
-            self.moved_by_products += moved
-        else:
-            self.moved += moved
+        self._count(name, moved)
         return output
 
 

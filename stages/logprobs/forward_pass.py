@@ -71,7 +71,7 @@ class LogprobPass:
         policy = self._policy
         is_first = nonempty_rows and not self.methods
         if is_first:
-            passed, longest, keys = sequences.sizes(prompt_of_row)
+            passed, longest = sequences.sizes(prompt_of_row)
             shape = cache(partial(memory.shape_of, policy.model.config))
 
             def bytes_of(tokens: int, _: bool) -> dict[str, float]:
@@ -80,7 +80,6 @@ class LogprobPass:
                     max(min(tokens, passed), longest),
                     on_gpu=True,
                     precision=self._precision,
-                    keys_per_token=keys,
                 )
 
             self.methods["token_budget"], _ = memory.choose_budget(

@@ -195,7 +195,6 @@ def training(
     *,
     on_gpu: bool,
     precision: str,
-    keys_per_token: float = 1.0,
     lora_rank: int | None = None,
     has_critic: bool = False,
     recomputes: bool = False,
@@ -208,7 +207,6 @@ def training(
         tokens: Tokens of the largest micro-batch.
         on_gpu: True if it trains on a GPU.
         precision: fp32, bf16 or bf16_stochastic.
-        keys_per_token: Keys that attention gathers per token; more than 1 if prompts are shared.
         lora_rank: Rank of the adapters. Default: all weights are trained.
         has_critic: True if a second model of this shape is trained beside the policy.
         recomputes: True with activation checkpointing: layers keep only their inputs.
@@ -234,10 +232,9 @@ def training(
         memory["whole for a moment"] = 4 * (2 * shape.outside_layers + 4 * shape.largest_layer)
     width = _width(precision)
     stream = width if precision == "bf16_stochastic" else 4
-    keys = keys_per_token if on_gpu else 1.0
     normed = 2 * shape.hidden if on_gpu else 0
     of_layer = 2 * shape.hidden * stream + width * (
-        normed + 2 * shape.attention + 2 * shape.keys * keys + 2 * shape.intermediate
+        normed + 2 * shape.attention + 2 * shape.keys + 2 * shape.intermediate
     )
     of_layers = of_layer * shape.layers
     if recomputes:
@@ -246,12 +243,10 @@ def training(
     return memory | {"logits": _logits(on_gpu), "libraries": _TRAINING_LIBRARIES[on_gpu]}
 
 
-def scoring(
-    shape: Shape, tokens: float, *, on_gpu: bool, precision: str, keys_per_token: float = 1.0
-) -> dict[str, float]:
+def scoring(shape: Shape, tokens: float, *, on_gpu: bool, precision: str) -> dict[str, float]:
     """Return the bytes of a process that computes logprobs; arguments as for `training`."""
     of_layer = 8 * shape.hidden + _width(precision) * (
-        2 * shape.attention + 2 * shape.keys * keys_per_token + 3 * shape.intermediate
+        2 * shape.attention + 2 * shape.keys + 3 * shape.intermediate
     )
     return {
         "weights": _weights(shape, precision),

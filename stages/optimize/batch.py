@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from quiver.stages.model.ragged import Ragged
 
 
 class TokenColumns(NamedTuple):
-    """Columns [n] of the n tokens of some rollouts, taken from `Batch`, on one device."""
+    """Columns [n] of the n tokens of some rollouts, taken from `Batch`."""
 
     offsets: Tensor
     """[b+1] int64"""
@@ -118,14 +119,14 @@ class Batch:
         is_masked = self.masked[rows]
         return lengths.masked_fill(is_masked, 0), self.places(rows[~is_masked])
 
-    def places(self, rows: Sequence[int] | Tensor) -> Tensor:
+    def places(self, rows: Sequence[int] | np.ndarray | Tensor) -> Tensor:
         """Return the places [n] int64 of the completion tokens of rollouts `rows` among the
         N."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         return self.sequences.completions.places(rows)
 
-    def token_columns(self, rows: Sequence[int] | Tensor, device: torch.device) -> TokenColumns:
-        """Return the tokens of rollouts `rows` [b] on `device`."""
+    def token_columns(self, rows: Sequence[int] | np.ndarray) -> TokenColumns:
+        """Return the tokens of rollouts `rows` [b]."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         places = self.places(rows)
         columns = (
@@ -138,8 +139,8 @@ class Batch:
         )
         lengths = self.sequences.completions.lengths[rows]
         offsets = Ragged.from_lengths(places, lengths).offsets
-        taken = [None if column is None else column[places].to(device) for column in columns]
-        return TokenColumns(offsets.to(device), *taken)
+        taken = [None if column is None else column[places] for column in columns]
+        return TokenColumns(offsets, *taken)
 
 
 @dataclass(frozen=True)
@@ -157,10 +158,10 @@ class StepColumns:
     nll_weights: Tensor | None = None
     """[N] float64, for the negative log-likelihood of good answers."""
 
-    def at(self, places: Tensor, device: torch.device) -> StepColumns:
-        """Return the step's columns for the tokens at `places` [n], on `device`."""
+    def at(self, places: Tensor) -> StepColumns:
+        """Return the step's columns for the tokens at `places` [n]."""
         columns = {
-            name: column[places].to(device)
+            name: column[places]
             for name, column in vars(self).items()
             if isinstance(column, Tensor)
         }

@@ -6,9 +6,9 @@ any ranks, are the step's. Only an algorithm and a config are known here: no mod
 The config's options override the algorithm's defaults.
 
     objective = Objective(config, find_algorithm("grpo"))
-    columns = batch.token_columns(layout.rows, device)
+    columns = batch.token_columns(layout.rows)
     whole_step = StepColumns(objective.weights(batch, members))
-    step_columns = whole_step.at(batch.places(layout.rows), device)
+    step_columns = whole_step.at(batch.places(layout.rows))
     loss, sums, log_ratio_max = objective.loss(columns, policy(layout), step_columns)
     objective.numbers(sums, num_tokens, warming=False, step_columns=whole_step)
 """

@@ -133,7 +133,7 @@ class Trainer(SavedState):
         rank."""
         config = self.config
         model = self.model
-        passed, longest, keys = self.batch.sequences.sizes(self.batch.prompt_numbers)
+        passed, longest = self.batch.sequences.sizes(self.batch.prompt_numbers)
         shape = cache(partial(memory.shape_of, model.config))
 
         def bytes_of(tokens: int, recomputes: bool) -> dict[str, float]:
@@ -142,7 +142,6 @@ class Trainer(SavedState):
                 max(min(tokens, passed / config.minibatches), longest),
                 on_gpu=True,
                 precision=self.precision,
-                keys_per_token=keys,
                 lora_rank=config.lora.rank if config.lora else None,
                 has_critic=self.policy.value_trunk is not None,
                 recomputes=recomputes,
@@ -416,19 +415,19 @@ class Trainer(SavedState):
             ready = self.policy.layouts(
                 rank_microbatches, sequences, partial(self._with_columns, whole_step)
             )
-            for number, (layout, places, token_columns, step_columns) in enumerate(ready, 1):
+            for number, (layout, token_columns, step_columns) in enumerate(ready, 1):
                 # read nothing back before all passes are queued: reading waits for the GPU
                 outputs = self.policy(layout, frozen=self.warming)
                 loss, loss_sums, largest = self.objective.loss(token_columns, outputs, step_columns)
                 loss.backward()
                 sums += loss_sums
                 log_ratio_max = torch.fmax(log_ratio_max, largest)
-                finished.append((places, outputs.logprobs.detach(), layout.filling))
+                finished.append((layout.rows, outputs.logprobs.detach(), layout.filling))
                 if number < num_passes and time.monotonic() - last_line > _SECONDS_BETWEEN_LINES:
                     log.info("step %d: %d of %d micro-batches", self.step, number, num_passes)
                     last_line = time.monotonic()
-        for places, of_microbatch, (padding, slots) in finished:
-            logprobs[places] = of_microbatch.cpu()
+        for rows, of_microbatch, (padding, slots) in finished:
+            logprobs[self.batch.places(rows)] = of_microbatch.cpu()
             self.padding += padding
             self.slots += slots
         if self.accelerator.num_processes > 1:
@@ -449,13 +448,10 @@ class Trainer(SavedState):
 
     def _with_columns(
         self, whole_step: StepColumns, layout: Layout
-    ) -> tuple[Layout, Tensor, TokenColumns, StepColumns]:
-        """Return a layout, the places of its tokens among the N, and their columns on the
-        device."""
-        places = self.batch.places(layout.rows)
-        device = self.accelerator.device
-        token_columns = self.batch.token_columns(layout.rows, device)
-        return layout, places, token_columns, whole_step.at(places, device)
+    ) -> tuple[Layout, TokenColumns, StepColumns]:
+        """Return a layout and the columns of its tokens."""
+        step_columns = whole_step.at(self.batch.places(layout.rows))
+        return layout, self.batch.token_columns(layout.rows), step_columns
 
     def _step_columns(self, members: list[int], active: list[int]) -> StepColumns:
         """Return the step's columns. With `entropy_share` below 1, a pass of its own computes the

@@ -14,6 +14,7 @@ from quiver.stages.core.run.runner import Call, run_call
 from quiver.stages.model.forward.attention import block_attention
 from quiver.stages.model.forward.layout import Sequences, make_layout
 from quiver.stages.model.forward.packing import make_pieces
+from quiver.stages.model.forward.transfer import to_device
 from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize.stage import Config
 from tests.stages.generate.making import random_prompts
@@ -156,9 +157,9 @@ def _attend(
     layout = make_layout(
         make_pieces(range(4), [0, 0, 0, 1], PROMPTS, COMPLETIONS, 10_000),
         data,
-        device,
         varlen=varlen,
     )
+    layout = to_device(layout, device)
     own = [each[:, :, : layout.ids.shape[1]].to(device, dtype).requires_grad_() for each in states]
     out, _ = block_attention(None, *own, None, layout=layout, sliding_window=window)
     out.float().square().sum().backward()

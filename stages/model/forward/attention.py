@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from quiver.stages.model.loading import own_attention
 
-from .gpu.choice import Copies, fits
+from .gpu.flash import Flash
 from .layout import Block, Layout, Runs, Scoring
 from .media import embed, reader_of
 
@@ -96,7 +96,9 @@ def block_attention(
     queries, keys, values = (
         states.squeeze(0).transpose(0, 1) for states in (queries, keys, values)
     )
-    if layout.runs is not None and not (is_chunk and scoring.window < layout.runs.longest[1]):
+    if layout.runs is not None and not (
+        is_chunk and scoring.window < layout.runs.copied.longest[1]
+    ):
         return attend_runs(queries, keys, values, layout.runs, scoring)[None], None
     outputs = [
         attend_block(
@@ -108,10 +110,10 @@ def block_attention(
         )
         .transpose(1, 2)
         .flatten(0, 1)
-        for block in layout.blocks
+        for block in layout.blocks.parts
     ]
     joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    return _take(joined, layout.gather)[None], None
+    return _take(joined, layout.blocks.gather)[None], None
 
 
 def _temperature_ratios(module: nn.Module, positions: Tensor) -> Tensor:
@@ -133,33 +135,22 @@ def attend_runs(
 ) -> Tensor:
     """Attend over all spans by torch's kernel for sequences of any lengths.
 
-    Queries [L, H, e], keys and values [L, h, e] -> [L, H, e]. The kernel aligns causality with the
-    last key, as a completion after its prompt needs. With a window of w, a query sees w keys, its
-    own among them; the kernel's option counts only the keys before its own. A chunk must hold all
-    keys. Raises NotImplementedError for logit caps and sinks.
+    Queries [L, H, e], keys and values [L, h, e] -> [L, H, e]. A prefix is read where it stands, in
+    a call of its own, unless a window ends within it. A chunk must hold all keys. Raises
+    NotImplementedError for logit caps and sinks.
     """
     if scoring.softcap is not None or scoring.sinks is not None:
         raise NotImplementedError("it knows no logit caps and no sinks")
-    # imported late: it takes 2 s for torch.compile, which nothing else here needs
-    from torch.nn.attention.varlen import varlen_attn
-
     window = None if scoring.is_chunk else scoring.window
+    if window is not None and window >= runs.copied.longest[1]:
+        window = None
+    queries = queries.to(values.dtype)
     keys = keys.to(values.dtype)
-    if fits(keys):
-        keys, values = Copies.apply(keys, values, runs.keys, *runs.copies)
-    else:
+    calls = runs.calls
+    if not calls or (window is not None and len(calls) > 1):
+        calls = (runs.copied,)
         keys, values = (_take(states, runs.keys) for states in (keys, values))
-    return varlen_attn(
-        queries.to(values.dtype),
-        keys,
-        values,
-        runs.query_offsets,
-        runs.key_offsets,
-        *runs.longest,
-        scale=scoring.scaling,
-        window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=queries.shape[1] != keys.shape[1],
-    )
+    return Flash.apply(queries, keys, values, calls, scoring.scaling, window)
 
 
 def attend_block(
@@ -358,7 +349,7 @@ def run_over_spans(
     outputs = []
     places = []  # of each query among the outputs, laid end to end
     first = 0
-    for block in layout.blocks:
+    for block in layout.blocks.parts:
         states = F.embedding(block.keys, hidden_states[0])
         outputs.append(type(layer).forward(layer, states, **options).flatten(0, 1))
         starts = torch.arange(first, first + block.keys.numel(), block.keys.shape[1])
@@ -366,7 +357,7 @@ def run_over_spans(
         columns = torch.arange(block.queries.shape[1], device=block.keys.device)
         places.append((starts[:, None] + columns).flatten())
         first += block.keys.numel()
-    return F.embedding(torch.cat(places)[layout.gather], torch.cat(outputs))[None]
+    return F.embedding(torch.cat(places)[layout.blocks.gather], torch.cat(outputs))[None]
 
 
 def trunk_of(model: nn.Module) -> nn.Module:

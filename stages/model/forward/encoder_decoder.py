@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -37,8 +38,8 @@ class Pairs:
     """[b, T] int64"""
     input_mask: Tensor
     """[b, T] int64"""
-    rows: Tensor
-    """[b] int64, on the CPU: rollouts in the order of `targets`."""
+    rows: np.ndarray
+    """[b] int64: rollouts in the order of `targets`."""
     predictors: Tensor
     """[n] index into the decoder's b · T positions: where it reads the id before the target."""
     targets: Tensor
@@ -49,10 +50,9 @@ class Pairs:
     """Padding positions of encoder and decoder together, and positions in all."""
 
 
-def make_pairs(
-    pieces: Sequence[Piece], sequences: Sequences, start: int, device: torch.device | str = "cpu"
-) -> Pairs:
-    """Pad the prompts and the shifted completions of `pieces`; `start` is the decoder's start id.
+def make_pairs(pieces: Sequence[Piece], sequences: Sequences, start: int) -> Pairs:
+    """Pad the prompts and the shifted completions of `pieces`, on the CPU; `start` is the decoder's
+    start id.
 
     Raises ConfigError for rollouts of several turns.
     """
@@ -71,15 +71,15 @@ def make_pairs(
     num_places = prompts.numel() + inputs.numel()
     num_ids = int(prompt_mask.sum() + input_mask.sum())
     return Pairs(
-        prompts=prompts.to(device),
-        prompt_mask=prompt_mask.to(device),
-        owners=torch.arange(len(pieces)).repeat_interleave(counts).to(device),
-        inputs=inputs.to(device),
-        input_mask=input_mask.to(device),
-        rows=rows,
-        predictors=input_mask.flatten().nonzero()[:, 0].to(device),
-        targets=completions.values.long().to(device),
-        temperature=sequences.temperature[rows].repeat_interleave(completions.lengths).to(device),
+        prompts=prompts,
+        prompt_mask=prompt_mask,
+        owners=torch.arange(len(pieces)).repeat_interleave(counts),
+        inputs=inputs,
+        input_mask=input_mask,
+        rows=rows.numpy(),
+        predictors=input_mask.flatten().nonzero()[:, 0],
+        targets=completions.values.long(),
+        temperature=sequences.temperature[rows].repeat_interleave(completions.lengths),
         filling=(num_places - num_ids, num_places),
     )
 

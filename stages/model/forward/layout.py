@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -42,9 +43,9 @@ from torch.nn import functional as F
 from quiver.stages.model.ragged import Ragged
 from quiver.stages.model.turns import Turns, after_prompts
 
-from .gpu.choice import in_order
 from .media import Media, MediaInStrip, in_strip
 from .packing import Piece
+from .transfer import to_device
 
 _MASK_ITEMS = 32 * 1024 * 1024
 """Most items of one block's mask."""
@@ -74,15 +75,14 @@ class Sequences:
         """[B] int64: tokens of each rollout in the strip, after its prompt."""
         return self.turns.input_lengths if self.turns else self.completions.lengths - 1
 
-    def sizes(self, prompt_numbers: Sequence[int]) -> tuple[int, int, float]:
-        """Return the tokens of a pass that reads each prompt once, the tokens of the longest
-        rollout, and the mean number of keys per token that attention gathers: each token is a key
-        once, and a prompt's tokens once more for each of its rollouts."""
+    def sizes(self, prompt_numbers: Sequence[int]) -> tuple[int, int]:
+        """Return the tokens of a pass that reads each prompt once, and the tokens of the longest
+        rollout."""
         prompts = self.prompts.lengths
         read_once = dict(zip(prompt_numbers, prompts.tolist(), strict=True))
         tokens = sum(read_once.values()) + int(self.input_lengths.sum())
         longest = max((prompts + self.input_lengths).tolist(), default=0)
-        return tokens, longest, 1 + int(prompts.sum()) / max(1, tokens)
+        return tokens, longest
 
     def take(self, rows: Sequence[int]) -> Sequences:
         """Return rollouts `rows`, in that order."""
@@ -138,7 +138,7 @@ class Block:
     causal: bool
     """True if no span has a prefix: queries and keys are the same tokens, so a plain causal mask is
     enough. False: a token still sees no later token, but `mask` must show it the prefix."""
-    _masks: dict = field(default_factory=dict, compare=False)
+    _masks: dict = field(default_factory=dict, init=False, compare=False)
 
     def mask(self, scoring: Scoring, dtype: torch.dtype) -> Tensor:
         """Return the mask [n, 1, q, k]: 0 if a query may see a key, else −inf.
@@ -168,26 +168,44 @@ class Block:
         return self._masks[name]
 
 
-@dataclass(frozen=True)
-class Runs:
-    """All spans in the strip's order, for a kernel that takes sequences of any lengths.
+class Blocks(NamedTuple):
+    """All spans of a strip, in blocks."""
 
-    The queries of span i are the tokens query_offsets[i] … query_offsets[i + 1] − 1 of the strip,
-    its keys are the tokens `keys`[key_offsets[i]] … `keys`[key_offsets[i + 1] − 1].
+    parts: tuple[Block, ...]
+    gather: Tensor
+    """[L] index of each token's output in the blocks' queries, laid end to end."""
+
+
+class Stretches(NamedTuple):
+    """Stretches of queries and of keys, for one call of a kernel for sequences of any lengths.
+
+    Stretch i of the queries, tokens query_offsets[i] … query_offsets[i + 1] − 1, attends to stretch
+    i of the keys. Either may be empty.
     """
 
-    keys: Tensor
-    """[K] int64 index into the strip; a prompt's tokens are repeated for each of its completions,
-    and once for the prompt itself."""
     query_offsets: Tensor
     """[s + 1] int32, the first one 0"""
     key_offsets: Tensor
-    """[s + 1] int32"""
+    """[s + 1] int32, the first one 0"""
     longest: tuple[int, int]
-    """Most queries and most keys of one span."""
-    copies: tuple[Tensor, Tensor]
-    """[K] places in `keys`, in the order of the strip's tokens, and [L + 1] where each token's
-    begin: the gradients of a token's copies are added up by them."""
+    """Most queries and most keys of one stretch."""
+    causal: bool
+    """If true, the last query sees all keys of its stretch, and each query before it one less."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """All spans in the strip's order, for a kernel that takes sequences of any lengths."""
+
+    calls: tuple[Stretches, ...]
+    """Each span with its own keys; then, if there are prefixes, all spans that follow a prefix with
+    its keys. Empty if a prefix is read in several places."""
+    copied: Stretches
+    """Each span with the keys of its prefix and its own, which are copied: its keys are tokens of
+    `keys`."""
+    keys: Tensor
+    """[K] int64 index into the strip; a prompt's tokens are repeated for each of its completions,
+    and once for the prompt itself."""
 
 
 @dataclass(frozen=True)
@@ -200,22 +218,27 @@ class Layout:
     positions: Tensor
     """[1, L] int64; the completions of a shared prompt all start at its length. [3, 1, L] if there
     are pictures and the model counts by three axes (axes.py)."""
-    blocks: tuple[Block, ...]
-    gather: Tensor
-    """[L] index of each token's output in the blocks' queries, laid end to end."""
-    rows: Tensor
-    """[b] int64, on the CPU: rollouts in the order of `targets`."""
+    spans: Spans
+    rows: np.ndarray
+    """[b] int64: rollouts in the order of `targets`."""
     predictors: Tensor
     """[n] index into the strip: the token before the target."""
     targets: Tensor
     """[n] int64"""
     temperature: Tensor
     """[n] float32"""
+    made_blocks: Blocks | None = None
+    """The spans as blocks. None: they are made if a layer reads them."""
     runs: Runs | None = None
-    """Spans for the kernel for sequences of any lengths. If given, they replace `blocks`."""
+    """Spans for the kernel for sequences of any lengths. If given, they replace blocks."""
     sequence_lengths: tuple[int, ...] = ()
     """For a single rollout with rewritten histories: the lengths of its sequences."""
     media: MediaInStrip | None = None
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """The spans as blocks, on the layout's device."""
+        return self.made_blocks or to_device(make_blocks(self.spans), self.ids.device)
 
     @property
     def filling(self) -> tuple[int, int]:
@@ -244,15 +267,9 @@ class Spans:
         return self.prefix_lengths + self.lengths
 
 
-def make_layout(
-    pieces: Sequence[Piece],
-    sequences: Sequences,
-    device: torch.device | str = "cpu",
-    *,
-    varlen: bool = False,
-) -> Layout:
-    """Lay out `pieces` on `device` as in the picture above; with runs if `varlen`. No completion
-    may be empty."""
+def make_layout(pieces: Sequence[Piece], sequences: Sequences, *, varlen: bool = False) -> Layout:
+    """Lay out `pieces` as in the picture above, on the CPU; with runs in place of blocks if
+    `varlen`. No completion may be empty."""
     counts = np.array([len(piece.rows) for piece in pieces])
     rows = np.array([row for piece in pieces for row in piece.rows])
     first_rollouts = _starts(counts)
@@ -281,18 +298,18 @@ def make_layout(
     spans = make_spans(counts, prompt_lengths, input_lengths)
     if len(after.restarts):
         spans = cut_spans(spans, after.restart_indices(completion_starts))
-    blocks, gather = make_blocks(spans, device)
-    media = in_strip(sequences.media, at_prompts, (rows, completion_starts), len(gather), device)
+    length = int(spans.lengths.sum())
+    media = in_strip(sequences.media, at_prompts, (rows, completion_starts), length)
     return Layout(
-        ids=_tensor(np.concatenate(segments, dtype=np.int64), device)[None],
-        positions=_positions(spans, media, device),
-        blocks=blocks,
-        gather=gather,
-        rows=torch.from_numpy(rows),
-        predictors=_tensor(predictors, device),
-        targets=_tensor(np.concatenate(completions, dtype=np.int64), device),
-        temperature=_tensor(np.repeat(sequences.temperature.numpy()[rows], target_counts), device),
-        runs=make_runs(spans, device) if varlen else None,
+        ids=torch.from_numpy(np.concatenate(segments, dtype=np.int64))[None],
+        positions=_positions(spans, media),
+        spans=spans,
+        rows=rows,
+        predictors=torch.from_numpy(predictors),
+        targets=torch.from_numpy(np.concatenate(completions, dtype=np.int64)),
+        temperature=torch.from_numpy(np.repeat(sequences.temperature.numpy()[rows], target_counts)),
+        made_blocks=None if varlen else make_blocks(spans),
+        runs=make_runs(spans) if varlen else None,
         sequence_lengths=tuple(spans.lengths.tolist()) if len(after.restarts) else (),
         media=media,
     )
@@ -321,12 +338,12 @@ def make_spans(counts: np.ndarray, prompt_lengths: np.ndarray, input_lengths: np
     return Spans(*spans[:, lengths > 0])
 
 
-def _positions(spans: Spans, media: MediaInStrip | None, device: torch.device | str) -> Tensor:
+def _positions(spans: Spans, media: MediaInStrip | None) -> Tensor:
     """Return the position of each token of the strip in its own sequence: [1, L] int64, or
     [3, 1, L] with pictures that take positions of three axes."""
     index_minus_position = np.repeat(spans.starts - spans.prefix_lengths, spans.lengths)
     positions = np.arange(len(index_minus_position)) - index_minus_position
-    plain = _tensor(positions, device)[None]
+    plain = torch.from_numpy(positions)[None]
     has_axes = media is not None and media.shifts is not None
     return plain + media.shifts[:, None] if has_axes else plain
 
@@ -344,8 +361,8 @@ def cut_spans(spans: Spans, restarts: np.ndarray) -> Spans:
     return Spans(*arrays[:, lengths > 0])
 
 
-def make_blocks(spans: Spans, device: torch.device | str) -> tuple[tuple[Block, ...], Tensor]:
-    """Return `spans` as blocks, longest first, and the index that restores their outputs' order."""
+def make_blocks(spans: Spans) -> Blocks:
+    """Return `spans` as blocks, longest first."""
     blocks = []
     num_queries = 0
     shifts = np.empty_like(spans.starts)  # from a token's index in the strip to its index in blocks
@@ -360,12 +377,12 @@ def make_blocks(spans: Spans, device: torch.device | str) -> tuple[tuple[Block, 
             column = np.arange(prefix_lengths.max())
             prefix = spans.prefix_starts[members, None] + column
             np.copyto(keys[:, : len(column)], prefix, where=column < prefix_lengths[:, None])
-        tensors = (_tensor(array, device) for array in (queries, keys, prefix_lengths))
+        tensors = map(torch.from_numpy, (queries, keys, prefix_lengths))
         blocks.append(Block(*tensors, causal))
         shifts[members] = num_queries + np.arange(len(members)) * queries.shape[1] - starts
         num_queries += queries.size
     gather = np.arange(spans.lengths.sum()) + np.repeat(shifts, spans.lengths)
-    return tuple(blocks), _tensor(gather, device)
+    return Blocks(tuple(blocks), torch.from_numpy(gather))
 
 
 def _cut(spans: Spans) -> list[list[int]]:
@@ -393,18 +410,54 @@ def _cut(spans: Spans) -> list[list[int]]:
     return blocks
 
 
-def make_runs(spans: Spans, device: torch.device | str) -> Runs:
-    """Return `spans` as runs: the keys of each span are its prefix, then its own tokens."""
+def make_runs(spans: Spans) -> Runs:
+    """Return `spans` as runs."""
     starts = np.stack([spans.prefix_starts, spans.starts], 1).ravel()
     lengths = np.stack([spans.prefix_lengths, spans.lengths], 1).ravel()
-    query_offsets, key_offsets = (
-        _tensor(np.append(0, counts.cumsum()).astype(np.int32), device)
-        for counts in (spans.lengths, spans.key_counts)
+    calls = (_stretches(spans.lengths, spans.lengths, causal=True),)
+    if spans.prefix_lengths.any():
+        prefixes = _prefix_lengths(spans)
+        calls = (*calls, _stretches(*prefixes, causal=False)) if prefixes else ()
+    copied = _stretches(spans.lengths, spans.key_counts, causal=True)
+    return Runs(calls, copied, torch.from_numpy(_ranges(starts, lengths)))
+
+
+def _prefix_lengths(spans: Spans) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the lengths of stretches that cover the strip, once as queries and once as keys, in
+    which spans meet the prefix before them.
+
+    Spans without a prefix meet no keys, and other keys meet no queries. Returns None if spans that
+    follow a prefix lie apart, since each key can be in one stretch only.
+    """
+    queries, keys = [], []
+    last_start, num_keys = -1, 0
+    columns = (spans.lengths, spans.prefix_starts, spans.prefix_lengths)
+    for length, start, prefix_length in zip(*(column.tolist() for column in columns), strict=True):
+        if not prefix_length:
+            queries.append(length)
+            keys.append(0)
+            last_start = -1
+        elif start == last_start:
+            queries[-1] += length
+        elif start < num_keys:
+            return None
+        else:
+            queries += [0, length]
+            keys += [start - num_keys, prefix_length]
+            last_start, num_keys = start, start + prefix_length
+    queries.append(0)
+    keys.append(int(spans.lengths.sum()) - num_keys)
+    return np.array(queries), np.array(keys)
+
+
+def _stretches(queries: np.ndarray, keys: np.ndarray, *, causal: bool) -> Stretches:
+    """Return stretches with these lengths [s]."""
+    offsets = (
+        torch.from_numpy(np.append(0, lengths.cumsum()).astype(np.int32))
+        for lengths in (queries, keys)
     )
-    longest = int(spans.lengths.max()), int(spans.key_counts.max())
-    keys = _ranges(starts, lengths)
-    copies = tuple(_tensor(array, device) for array in in_order(keys, spans.lengths.sum()))
-    return Runs(_tensor(keys, device), query_offsets, key_offsets, longest, copies)
+    # for one query per stretch, FlashAttention has a path of its own that takes no empty stretches
+    return Stretches(*offsets, (max(2, int(queries.max())), int(keys.max())), causal)
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
@@ -423,7 +476,3 @@ def _indices(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     grain = 32 if longest >= _LONG else 8
     column = np.arange(-(-longest // grain) * grain)
     return (starts[:, None] + column) * (column < lengths[:, None])
-
-
-def _tensor(array: np.ndarray, device: torch.device | str) -> Tensor:
-    return torch.from_numpy(array).to(device)

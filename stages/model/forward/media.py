@@ -26,6 +26,7 @@ from quiver.stages.model.families import HEARING
 from quiver.stages.model.ragged import Ragged
 
 from .axes import Grid, shifts
+from .transfer import to_device
 
 Inputs = dict[str, Tensor]
 """Arguments of the model's function that makes features, for one medium or more."""
@@ -169,12 +170,12 @@ class Media:
             observed = self.observed.places[row]
             types[0, prompt_length + observed[observed < num_read]] = 1
             inputs = {**inputs, "mm_token_type_ids": types}
-        return _moved(inputs, device)
+        return to_device(inputs, device)
 
 
 @dataclass(frozen=True)
 class MediaInStrip:
-    """Media in a strip, on the model's device."""
+    """Media in a strip."""
 
     inputs: tuple[Inputs, ...]
     """Inputs of each medium, once."""
@@ -187,9 +188,7 @@ class MediaInStrip:
     """
 
 
-def in_strip(
-    media: Media | None, prompts: At, completions: At, length: int, device: torch.device | str
-) -> MediaInStrip | None:
+def in_strip(media: Media | None, prompts: At, completions: At, length: int) -> MediaInStrip | None:
     """Return the media in a strip, or None if it has none.
 
     Args:
@@ -197,7 +196,6 @@ def in_strip(
         prompts: Rollouts whose prompts are in the strip, and where each prompt begins.
         completions: Rollouts whose completions are in the strip, and where each begins.
         length: Tokens of the strip.
-        device: The model's device.
     """
     if media is None:
         return None
@@ -219,11 +217,11 @@ def in_strip(
             number: grid_of(each, media.merge)
             for number, each in zip(numbers.tolist(), inputs, strict=True)
         }
-        shift = torch.from_numpy(_shifts(media, grids, prompts, completions, length)).to(device)
+        shift = torch.from_numpy(_shifts(media, grids, prompts, completions, length))
     return MediaInStrip(
-        tuple(_moved(each, device) for each in inputs),
+        tuple(inputs),
         tuple(order.tolist()),
-        torch.from_numpy(np.concatenate(places)).to(device),
+        torch.from_numpy(np.concatenate(places)),
         shift,
     )
 
@@ -259,10 +257,6 @@ def _shifts(
         if is_prompt:
             after_prompt = int(shift[0, -1])
     return strip
-
-
-def _moved(inputs: Inputs, device: torch.device | str) -> Inputs:
-    return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
 def feature_places(

@@ -16,9 +16,9 @@ from __future__ import annotations
 import inspect
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quiver.stages.model.folder import says_no_memory
 
-from .gpu.choice import agree, fits, precision_of_products
+from .gpu.choice import agree, fits, precision_of_products, sum_of_shares
 from .projections import Kind, product, product_dtype
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -340,7 +340,7 @@ class AddNorm(torch.autograd.Function):
             grad_branch = None
         elif not is_other:
             grad_branch = grad_total
-        grad_weight = shares.sum(0).to(weight.dtype) if ctx.needs_input_grad[2] else None
+        grad_weight = sum_of_shares(shares, weight) if ctx.needs_input_grad[2] else None
         return grad_total.to(states_dtype), grad_branch, grad_weight, None, None
 
 
@@ -437,33 +437,98 @@ def _attention_trials(module: nn.Module) -> Iterator[_Trial]:
     if not is_called or theirs is None or not isinstance(width, int):
         return
     positions = 1, _PROBE, width
-    shapes = (1, 3, _PROBE, width), (1, 2, _PROBE, width), positions, positions
-    forward = types.MethodType(_with_rotation(own), module)
+    norms = [getattr(module, name, None) for name in ("q_norm", "k_norm")]
+    if [_norm_width(norm) for norm in norms] == [width, width]:
+        states = 1, _PROBE, module.q_proj.in_features
+        rotation = partial(rotate, theirs, norms=norms)
+        normless = types.MethodType(_rebuilt(own, {_ROTATION: rotation}), _Normless(module))
+        yield _Trial(
+            normless,
+            partial(_up_to_attention, module, normless),
+            partial(_up_to_attention, module, types.MethodType(own, module)),
+            (states, states, positions, positions),
+            precision_of_products(module.q_proj.weight.dtype),
+        )
+    forward = types.MethodType(_rebuilt(own, {_ROTATION: partial(rotate, theirs)}), module)
 
     def ours(*arguments: Tensor) -> tuple[Tensor, Tensor]:
         # autocast is off, since with it the output would have the dtype of attention's products
         with torch.autocast(arguments[0].device.type, enabled=False):
             return rotate(theirs, *arguments)
 
+    shapes = (1, 3, _PROBE, width), (1, 2, _PROBE, width), positions, positions
     yield _Trial(forward, ours, theirs, shapes)
 
 
-@cache
-def _with_rotation(own: types.FunctionType) -> types.FunctionType:
-    """Return `own`, the forward pass of attention, with our rotation in place of its own."""
-    rotation = partial(rotate, own.__globals__[_ROTATION])
-    names = {**own.__globals__, _ROTATION: rotation}
+class _Normless:
+    """An attention module without its norms of queries and keys: the rotation makes them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._module, name)
+
+    @staticmethod
+    def q_norm(states: Tensor) -> Tensor:
+        return states
+
+    k_norm = q_norm
+
+
+def _rebuilt(own: types.FunctionType, names: dict[str, object]) -> types.FunctionType:
+    """Return `own`, the forward pass of attention, with some of its global names replaced."""
     rebuilt = types.FunctionType(
-        own.__code__, names, own.__name__, own.__defaults__, own.__closure__
+        own.__code__,
+        {**own.__globals__, **names},
+        own.__name__,
+        own.__defaults__,
+        own.__closure__,
     )
     rebuilt.__kwdefaults__ = own.__kwdefaults__
     return rebuilt
 
 
+def _up_to_attention(
+    module: nn.Module,
+    forward: types.MethodType,
+    states: Tensor,
+    more: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+) -> Tensor:
+    """Run the forward pass of an attention module with a product of queries and keys in place of
+    attention itself."""
+
+    def attend(
+        _: object, queries: Tensor, keys: Tensor, *others: object, **options: object
+    ) -> tuple[Tensor, None]:
+        times = queries.shape[1] // keys.shape[1]
+        return (queries * keys.repeat_interleave(times, 1)).transpose(1, 2), None
+
+    interface = types.SimpleNamespace(get_interface=lambda *_: attend)
+    outlined = _rebuilt(forward.__func__, {"ALL_ATTENTION_FUNCTIONS": interface})
+    # autocast is off, since with it the rotation alone would change the dtype
+    with torch.autocast(states.device.type, enabled=False):
+        states = (states + more).to(module.q_proj.weight.dtype)
+        output, _ = outlined(
+            forward.__self__, states, position_embeddings=(cosines, sines), attention_mask=None
+        )
+    return output
+
+
 def rotate(
-    theirs: Callable, queries: Tensor, keys: Tensor, cosines: Tensor, sines: Tensor, **options: int
+    theirs: Callable,
+    queries: Tensor,
+    keys: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    *,
+    norms: Sequence[nn.Module] = (),
+    **options: int,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries [1, H, L, e] and keys [1, h, L, e] by cosines and sines [1, L, e].
+    """Rotate queries [1, H, L, e] and keys [1, h, L, e], normalized first if there are `norms`, by
+    cosines and sines [1, L, e].
 
     `theirs` handles other shapes. Under autocast the outputs have its dtype, as attention's
     products need them.
@@ -471,40 +536,61 @@ def rotate(
     fits_kernel = fits(queries, keys, cosines, sines) and len(queries) == 1 and not options
     shape = 1, queries.shape[2], queries.shape[3]
     if not fits_kernel or cosines.shape != shape or sines.shape != shape:
+        if norms:
+            queries, keys = norms[0](queries), norms[1](keys)
         return theirs(queries, keys, cosines, sines, **options)
     dtype = torch.promote_types(queries.dtype, cosines.dtype)
     if torch.is_autocast_enabled(queries.device.type):
         dtype = torch.get_autocast_dtype(queries.device.type)
-    return _Rotation.apply(queries, keys, cosines, sines, dtype)
+    weights = [norm.weight for norm in norms] or (None, None)
+    epsilon = norms[0].variance_epsilon if norms else None
+    return _Rotation.apply(queries, keys, *weights, epsilon, cosines, sines, dtype)
 
 
 class _Rotation(torch.autograd.Function):
-    """Rotary positions (Su et al. 2021); the gradient is rotated back."""
+    """Rotary positions (Su et al. 2021), after norms if there are weights; the gradient is rotated
+    back."""
 
     @staticmethod
-    def forward(ctx, queries, keys, cosines, sines, dtype):
-        cosines = cosines[0].contiguous()
-        sines = sines[0].contiguous()
-        ctx.save_for_backward(cosines, sines)
+    def forward(ctx, queries, keys, query_weight, key_weight, epsilon, cosines, sines, dtype):
+        from .gpu import operations
+
+        heads = [_heads(states) for states in (queries, keys)]
+        positions = cosines[0].contiguous(), sines[0].contiguous()
+        norms = None
+        saved = positions
+        if epsilon is not None:
+            norms = operations.Norms(query_weight, key_weight, epsilon)
+            saved = *positions, *heads, query_weight, key_weight
+        ctx.save_for_backward(*saved)
         ctx.dtypes = queries.dtype, keys.dtype
-        return _turn(queries, keys, cosines, sines, False, (dtype, dtype))
+        ctx.epsilon = epsilon
+        *turned, _ = operations.rotate(*heads, *positions, (dtype, dtype), norms)
+        return tuple(states.transpose(0, 1)[None] for states in turned)
 
     @staticmethod
-    def backward(ctx, grad_queries, grad_keys):
-        return *_turn(grad_queries, grad_keys, *ctx.saved_tensors, True, ctx.dtypes), *[None] * 3
+    def backward(ctx, *grads):
+        from .gpu import operations
+
+        cosines, sines, *others = ctx.saved_tensors
+        before, weights = others[:2], others[2:]
+        *turned, shares = operations.rotate(
+            *map(_heads, grads),
+            cosines,
+            sines,
+            ctx.dtypes,
+            operations.Norms(*weights, ctx.epsilon) if weights else None,
+            inverse=True,
+            before=before,
+        )
+        grad_weights: list[Tensor | None] = [None, None]
+        for index, weight in enumerate(weights):
+            if ctx.needs_input_grad[2 + index]:
+                grad_weights[index] = sum_of_shares(shares[:, index], weight)
+        return *(grad.transpose(0, 1)[None] for grad in turned), *grad_weights, *[None] * 4
 
 
-def _turn(
-    queries: Tensor,
-    keys: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    inverse: bool,
-    dtypes: tuple[torch.dtype, torch.dtype],
-) -> tuple[Tensor, Tensor]:
-    from .gpu import operations
-
-    rows = (states[0].transpose(0, 1) for states in (queries, keys))
-    rows = [states if states.stride(-1) == 1 else states.contiguous() for states in rows]
-    turned = operations.rotate(*rows, cosines, sines, inverse, *dtypes)
-    return tuple(states.transpose(0, 1)[None] for states in turned)
+def _heads(states: Tensor) -> Tensor:
+    """[1, H, L, e] -> [L, H, e], each head contiguous"""
+    heads = states[0].transpose(0, 1)
+    return heads if heads.stride(-1) == 1 else heads.contiguous()

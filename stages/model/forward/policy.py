@@ -30,6 +30,7 @@ from .modules import fuse_modules
 from .packing import Piece, make_pieces, pack
 from .precision import products
 from .projections import Group, casts, fuse_projections
+from .transfer import to_device
 
 
 class Outputs(NamedTuple):
@@ -115,11 +116,19 @@ class Policy(nn.Module):
             with suppress(AttributeError):  # not every C library has malloc_trim
                 ctypes.CDLL(None).malloc_trim(0)
 
-    def layout(self, pieces: Sequence[Piece], sequences: Sequences) -> Layout | Pairs:
-        """Lay out `pieces` for `forward`, on the model's device."""
+    def layout(
+        self,
+        pieces: Sequence[Piece],
+        sequences: Sequences,
+        finish: Callable[[Layout | Pairs], Any] = lambda layout: layout,
+    ) -> Any:
+        """Lay out `pieces` for `forward`, and move the result of `finish` for the layout to the
+        model's device, by one copy. By default the result is the layout itself."""
         if self.is_causal:
-            return make_layout(pieces, sequences, self.device, varlen=self.varlen)
-        return make_pairs(pieces, sequences, self.decoder_start_id, self.device)
+            layout = make_layout(pieces, sequences, varlen=self.varlen)
+        else:
+            layout = make_pairs(pieces, sequences, self.decoder_start_id)
+        return to_device(finish(layout), self.device)
 
     def layouts(
         self,
@@ -127,19 +136,15 @@ class Policy(nn.Module):
         sequences: Sequences,
         finish: Callable[[Layout | Pairs], Any] = lambda layout: layout,
     ) -> Iterator[Any]:
-        """Yield the layout of each micro-batch in turn, or the result of `finish` for it.
+        """Yield the `layout` of each micro-batch in turn.
 
         While one is used, a thread makes the next and moves it to the device.
         """
-
-        def make(pieces: Sequence[Piece]) -> Any:
-            return finish(self.layout(pieces, sequences))
-
         with ThreadPoolExecutor(1) as thread:
             pending = None
             for pieces in microbatches:
                 ready = pending
-                pending = thread.submit(make, pieces)
+                pending = thread.submit(self.layout, pieces, sequences, finish)
                 if ready:
                     yield ready.result()
             if pending:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .gpu.choice import fits, float32_product, makes_float32
+from .gpu.choice import fits, float32_product, gradient_of, makes_float32
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of modules that read the same input, in Llama, Mistral, Qwen, Gemma, OLMo, SmolLM and
@@ -171,12 +171,7 @@ class _Product(torch.autograd.Function):
         output = product(states, weight, bias)
         # autograd forbids changing one of several views in place, as some models do when they clamp
         # their queries; so each output is a separate tensor, not a view, over the same memory
-        return tuple(
-            view.new_empty(0).set_(
-                view.untyped_storage(), view.storage_offset(), view.shape, view.stride()
-            )
-            for view in output.split(ctx.kind.sizes, -1)
-        )
+        return tuple(view.data for view in output.split(ctx.kind.sizes, -1))
 
     @staticmethod
     def backward(ctx, *grads):
@@ -201,9 +196,10 @@ def product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """Layout of joined parameters, from which their gradients are made."""
+    """Joined parameters, and how their gradients are made."""
 
-    dtype: torch.dtype
+    parameters: tuple[Tensor, ...]
+    """All weights, then all biases."""
     sizes: tuple[int, ...]
     """Rows of each weight."""
     has_bias: bool
@@ -213,34 +209,54 @@ class Kind:
         """Describe `parameters`: all weights, then all biases if there is a `bias`."""
         weights = parameters[: len(parameters) // (1 if bias is None else 2)]
         sizes = tuple(len(weight) for weight in weights)
-        return cls(parameters[0].dtype, sizes, bias is not None)
+        return cls(tuple(parameters), sizes, bias is not None)
 
     @property
     def num_parameters(self) -> int:
-        return len(self.sizes) * (1 + self.has_bias)
+        return len(self.parameters)
 
-    def gradients(self, grad: Tensor, states: Tensor) -> list[Tensor]:
+    def gradients(self, grad: Tensor, states: Tensor) -> list[Tensor | None]:
         """Return the gradients of weights and biases, for a product of `states` [N, d] whose output
-        gradient is `grad` [N, Σ o_i]."""
-        if self.dtype == torch.float32 and makes_float32(grad):
-            grad_weight = float32_product(grad.T, states)
+        gradient is `grad` [N, Σ o_i]; None for those that were added to the gradients so far."""
+        dtype = self.parameters[0].dtype
+        total = self._joined_gradient(states.shape[1])
+        gradients: list[Tensor | None] = [None] * len(self.sizes)
+        if total is not None:
+            float32_product(grad.T, states, total)
+        elif dtype == torch.float32 and makes_float32(grad):
+            gradients = [*float32_product(grad.T, states).split(self.sizes)]
         else:
-            grad_weight = (grad.T @ states).to(self.dtype)
-        gradients = [*grad_weight.split(self.sizes)]
+            gradients = [*(grad.T @ states).to(dtype).split(self.sizes)]
         if self.has_bias:
             grad_bias = grad.sum(0, dtype=torch.float32)
-            gradients += grad_bias.to(self.dtype).split(self.sizes)
+            gradients += grad_bias.to(dtype).split(self.sizes)
         return gradients
+
+    def _joined_gradient(self, width: int) -> Tensor | None:
+        """Return the weights' gradients so far as one matrix [Σ o_i, d], which lie so in memory if
+        `gradients` made them; None if they do not."""
+        parts = [gradient_of(weight) for weight in self.parameters[: len(self.sizes)]]
+        if any(part is None or not part.is_contiguous() for part in parts):
+            return None
+        joined = _adjacent([part.view(1, -1) for part in parts])
+        return None if joined is None else joined.view(-1, width)
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
     """Return matrices [N, o_i] as one [N, Σ o_i]; no copy if they already are columns of one."""
+    joined = _adjacent(parts)
+    return torch.cat(parts, -1) if joined is None else joined
+
+
+def _adjacent(parts: Sequence[Tensor]) -> Tensor | None:
+    """Return matrices [N, o_i] that are columns of one as that one; None if they are not."""
     first = parts[0]
     width = sum(part.shape[1] for part in parts)
     place = first.storage_offset()
     for part in parts:
         is_next = part.untyped_storage()._cdata == first.untyped_storage()._cdata
-        if not (is_next and part.storage_offset() == place and part.stride() == (width, 1)):
-            return torch.cat(parts, -1)
+        is_strided = part.stride(1) == 1 and (len(part) == 1 or part.stride(0) == width)
+        if not (is_next and part.storage_offset() == place and is_strided):
+            return None
         place += part.shape[1]
     return first.as_strided((len(first), width), (width, 1))

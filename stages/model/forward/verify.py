@@ -26,13 +26,15 @@ from torch import Tensor
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.model.families import MODES, fastest_mode
 from quiver.stages.model.folder import says_no_memory
+from quiver.stages.model.ragged import Ragged
 from quiver.stages.model.turns import after_prompts
 
-from .attention import NAME, block_attention
+from .attention import NAME, block_attention, hidden_states
 from .layout import Layout, Sequences, make_layout
 from .packing import Piece
 from .policy import Policy, compute_logprobs
 from .precision import layers_in_float32
+from .transfer import to_device
 
 TOLERANCE = 2e-3
 """Largest difference, in nats, in float32 between two ways of computing one logprob."""
@@ -53,6 +55,8 @@ _ENOUGH_TOKENS = 16
 """Completion tokens that a compared rollout should have."""
 _MOST_TOKENS = 256
 """Most completion tokens of a rollout that are compared."""
+_PROBED_TOKENS = 512
+"""Most tokens of a prompt, and of a completion, on which the kernel is tried."""
 _KERNEL_TOLERANCE = 0.02
 """Largest error of an output or gradient, as a share of its norm: bfloat16's own error is near
 0.005, a wrong key gives far more."""
@@ -260,12 +264,33 @@ def choose_kernel(policy: Policy, pieces: Sequence[Piece], sequences: Sequences)
         return "model"
     if policy.device.type != "cuda":
         return "blocks"
-    layout = make_layout(pieces, sequences, policy.device, varlen=True)
     with policy.context():
-        with torch.no_grad(), recorded() as calls:
-            policy(replace(layout, runs=None))
-        policy.varlen = varlen_is_right(list(calls.values()), layout)
+        policy.varlen = varlen_is_right(*probe_calls(policy, pieces, sequences))
     return "varlen" if policy.varlen else "blocks"
+
+
+@torch.no_grad()
+def probe_calls(
+    policy: Policy, pieces: Sequence[Piece], sequences: Sequences
+) -> tuple[list[Call], Layout]:
+    """Return the attention calls of a pass over the beginnings of a few rollouts of `pieces`, and
+    their layout, with runs. Longer ones would need masks of gigabytes."""
+    kept = [(number, row) for number, piece in enumerate(pieces) for row in piece.rows[:4]][:8]
+    numbers, rows = zip(*kept, strict=True)
+    taken = sequences.take(rows)
+    prompts, completions = (
+        Ragged.from_lengths(
+            torch.cat([row[:_PROBED_TOKENS] for row in ragged]),
+            ragged.lengths.clamp(max=_PROBED_TOKENS),
+        )
+        for ragged in (taken.prompts, taken.completions)
+    )
+    cut = Sequences(prompts, completions, taken.temperature)
+    (microbatch,) = policy.microbatches(range(len(rows)), numbers, cut, 1 << 30)
+    layout = to_device(make_layout(microbatch, cut, varlen=True), policy.device)
+    with recorded() as calls:
+        hidden_states(policy.model, replace(layout, runs=None))
+    return list(calls.values()), layout
 
 
 @contextmanager
@@ -293,28 +318,37 @@ def recorded() -> Iterator[dict[tuple, Call]]:
 
 def varlen_is_right(calls: Sequence[Call], layout: Layout) -> bool:
     """True if the kernel for any lengths runs here and is right in each of `calls`, compared with
-    blocks in float32; `layout` must have runs."""
+    blocks in float32; `layout` must have runs. A call with a window is tried without one, and with
+    one that ends within the spans."""
     if any(values.dtype != torch.bfloat16 for (_, _, values), _ in calls):
         return False
+    in_blocks = replace(layout, runs=None)
     try:
         for states, options in calls:
             narrow = [tensor.to(torch.bfloat16) for tensor in states]
             wide = [tensor.float() for tensor in narrow]
-            outputs = _attend(narrow, options, layout)
-            with torch.autocast(wide[0].device.type, enabled=False):
-                exact = _attend(wide, options, replace(layout, runs=None))
-            for output, expected in zip(outputs, exact, strict=True):
-                error = float((output.float() - expected).norm() / expected.norm())
-                if not error <= _KERNEL_TOLERANCE:  # written so that NaN fails too
-                    log.warning(
-                        "attention: varlen is wrong here by %.3f of the norm; using blocks", error
-                    )
+            windows = {None, options.get("sliding_window") and layout.runs.copied.longest[1] // 2}
+            for window in windows:
+                tried = {**options, "sliding_window": window}
+                outputs = _attend(narrow, tried, layout)
+                with torch.autocast(wide[0].device.type, enabled=False):
+                    exact = _attend(wide, tried, in_blocks)
+                if not _is_right(outputs, exact):
                     return False
     except Exception as error:  # Triton, its compilers and the driver raise many types
         if says_no_memory(error):
             raise
         log.warning("attention: varlen does not run here (%s); using blocks", error)
         return False
+    return True
+
+
+def _is_right(outputs: Sequence[Tensor], exact: Sequence[Tensor]) -> bool:
+    for output, expected in zip(outputs, exact, strict=True):
+        error = float((output.float() - expected).norm() / expected.norm())
+        if not error <= _KERNEL_TOLERANCE:  # written so that NaN fails too
+            log.warning("attention: varlen is wrong here by %.3f of the norm; using blocks", error)
+            return False
     return True
 
 

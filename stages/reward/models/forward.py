@@ -34,6 +34,7 @@ from quiver.stages.model.forward.logprob_head import Shaping, completion_logprob
 from quiver.stages.model.forward.packing import pack
 from quiver.stages.model.forward.policy import pieces_of
 from quiver.stages.model.forward.precision import products
+from quiver.stages.model.forward.transfer import to_device
 from quiver.stages.model.loading import load_pretrained, short_of_memory
 from quiver.stages.model.mkl_warmup import make_first_calls
 from quiver.stages.model.ragged import Ragged
@@ -138,10 +139,10 @@ class Forward:
         )
         pieces = pieces_of(way, range(len(inputs)), group_of, sequences, self.budget)
         for micro in pack(pieces, self.budget):
-            layout = make_layout(micro, sequences, self.device)
+            layout = make_layout(micro, sequences)
             last = sequences.completions.lengths[layout.rows].cumsum(0) - 1
-            predictors = layout.predictors[last.to(self.device)]
-            layout = dataclasses.replace(layout, predictors=predictors)
+            layout = dataclasses.replace(layout, predictors=layout.predictors[last])
+            layout = to_device(layout, self.device)
             yield layout.rows.tolist(), self._values(hidden_states(self.model, layout))
 
     def _padded(self, inputs: list[list[int]]) -> Iterator[tuple[list[int], torch.Tensor]]:

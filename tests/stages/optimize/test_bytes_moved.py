@@ -15,13 +15,14 @@ from quiver.flows.recipe import Recipe
 from quiver.stages.model.forward.gpu import choice, head, operations
 from quiver.stages.model.forward.layout import Sequences
 from quiver.stages.model.forward.policy import Policy
+from quiver.stages.model.forward.transfer import to_device
 from quiver.stages.model.memory import shape_of
 from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize.algorithms import find_algorithm
 from quiver.stages.optimize.batch import Batch, StepColumns
 from quiver.stages.optimize.config import Config
 from quiver.stages.optimize.objective import Objective
-from tests.bytes_moved import META, Counter, autocast_on_meta, tensors_of
+from tests.bytes_moved import META, Counter, autocast_on_meta
 
 MODELS = {
     "0.5B": Qwen2Config(
@@ -52,17 +53,6 @@ GROUPS, COPIES, PROMPT, COMPLETION = 9, 8, 145, 95
 """8,073 tokens in the row, 6,840 of which are predicted."""
 
 
-def once(operation):
-    """A kernel that reads each of its inputs once and writes each of its outputs once, as those in
-    kernels.py do. What all programs read, such as a norm's weight, comes from the cache."""
-
-    def cost(*arguments, **options):
-        outputs = operation(*arguments, **options)
-        return sum(tensor.nbytes for tensor in tensors_of((arguments, options, outputs)))
-
-    return cost
-
-
 def _attention(queries, keys, values, *_, **__):
     log_sums = 4 * queries.shape[0] * queries.shape[1]
     return 2 * queries.nbytes + keys.nbytes + values.nbytes + log_sums
@@ -73,17 +63,13 @@ def _attention_slope(grad, queries, keys, values, *_, **__):
     return 4 * queries.nbytes + 2 * keys.nbytes + 2 * values.nbytes + log_sums
 
 
-COSTS = {
-    name: once(getattr(operations, name))
-    for name in vars(operations)
-    if isinstance(getattr(operations, name), torch.library.CustomOpDef)
-}
-COSTS |= {"_varlen_attn": _attention, "_varlen_attn_backward": _attention_slope}
+COSTS = {"_flash_attention_forward": _attention, "_flash_attention_backward": _attention_slope}
 
 
-def micro_batch(config, monkeypatch, *, fused: bool) -> Counter:
+def micro_batch(config, monkeypatch, *, fused: bool, passes: int = 1) -> Counter:
     """A pass of a policy with float32 weights under bfloat16 autocast, with the loss of GRPO, and
-    its backward pass; the weights have no gradient before."""
+    its backward pass. With two `passes` the second is counted, else the weights have no gradient
+    before."""
     num_rollouts = GROUPS * COPIES
     rollouts = range(num_rollouts)
     numbers = [rollout // COPIES for rollout in rollouts]
@@ -111,14 +97,16 @@ def micro_batch(config, monkeypatch, *, fused: bool) -> Counter:
         (pieces,) = policy.microbatches(rollouts, numbers, sequences, 1 << 30)
         layout = policy.layout(pieces, sequences)
         assert (layout.ids.numel(), len(layout.targets)) == (8073, 6840)
-        columns = batch.token_columns(layout.rows, META)
-        step = StepColumns(weights, kl_coef=0.1).at(batch.places(layout.rows), META)
+        step = StepColumns(weights, kl_coef=0.1).at(batch.places(layout.rows))
+        columns, step = to_device((batch.token_columns(layout.rows), step), META)
         head._is_right("meta", torch.bfloat16)  # tried once a process, not once a micro-batch
-        with Counter(COSTS) as counter, policy.context():
-            moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
-            counter.hold(*model.parameters(), *moments)
-            loss, _, _ = objective.loss(columns, policy(layout), step)
-            loss.backward()
+        with policy.context():
+            for _ in range(passes):
+                with Counter(COSTS) as counter:
+                    moments = [torch.empty_like(p) for p in model.parameters() for _ in range(2)]
+                    counter.hold(*model.parameters(), *moments)
+                    loss, _, _ = objective.loss(columns, policy(layout), step)
+                    loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     return counter
 
@@ -160,6 +148,23 @@ def test_quiver_fit_tells_the_peak_within_a_fifth(name):
     assert held == pytest.approx(counter.peak, rel=0.2)
 
 
+def test_a_layer_is_at_most_34_kernels():
+    """In a micro-batch after the first, with shared prompts; no gradient is added up by autograd
+    but the embedding's."""
+    small = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 512, "head_dim": 16}
+    counters = []
+    for num_layers in (1, 2):
+        config = Qwen3Config(
+            **small, num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            counters.append(micro_batch(config, patch, fused=True, passes=2))
+    first, second = counters
+    assert second.kernels - first.kernels <= 34
+    assert first.calls_of["add_"] == second.calls_of["add_"] == 1
+    assert second.calls_of["rotate_kernel"] - first.calls_of["rotate_kernel"] == 2
+
+
 def test_without_the_kernels_it_moves_four_times_as_much(monkeypatch):
     plain = micro_batch(MODELS["0.5B"], monkeypatch, fused=False)
     assert plain.moved / 1e9 == pytest.approx(227, rel=0.02)
@@ -167,8 +172,17 @@ def test_without_the_kernels_it_moves_four_times_as_much(monkeypatch):
 
 
 def test_what_no_row_of_the_costs_tells_is_refused():
-    with Counter({}), pytest.raises(LookupError, match="gate"):
-        operations.gate(*torch.empty(2, 3, 4, device=META))
+    attend = torch.ops.torch_attn._varlen_attn
+    states, starts = torch.empty(3, 1, 8, device=META), torch.empty(2, device=META)
+    with Counter({}), pytest.raises(LookupError, match="_varlen_attn"):
+        attend(states, states, states, starts, starts, 3, 3)
+
+
+def test_a_kernel_reads_and_writes_each_of_its_tensors_once():
+    with Counter({}) as counter:
+        gates, ups = torch.empty(2, 3, 4, device=META)
+        operations.gate(gates, ups)
+    assert (counter.kernels, counter.moved) == (1, 3 * gates.nbytes)
 
 
 def test_views_are_free_and_an_operation_reads_and_writes_once():

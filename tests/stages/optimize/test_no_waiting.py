@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from quiver.stages.model.forward.policy import Policy
+from quiver.stages.model.forward.transfer import to_device
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.batch import StepColumns
 from tests.stages.optimize import test_trainer, world
@@ -76,8 +77,8 @@ def test_a_micro_batch_reads_nothing_back(policy, algorithm, options, dtype, mon
     layout = on_meta.layout(pieces, batch.sequences)
     weights = trainer.objective.weights(batch, list(everyone))
     step = StepColumns(weights, kl_coef=config.kl_coef, nll_weights=weights)
-    step = step.at(batch.places(layout.rows), META)
-    columns = batch.token_columns(layout.rows, META)
+    step = step.at(batch.places(layout.rows))
+    columns, step = to_device((batch.token_columns(layout.rows), step), META)
     with Waits() as waits:
         outputs = on_meta(layout)
         loss, _, _ = trainer.objective.loss(columns, outputs, step)

@@ -15,7 +15,6 @@ import importlib.util
 from collections.abc import Iterable
 from functools import cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +24,8 @@ only shapes are computed (meta)."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Largest difference that counts as rounding, as a share of the norm."""
+MOST_SHARES = 512
+"""Most shares into which the gradient of a norm's weight is split."""
 
 
 @cache
@@ -120,38 +121,26 @@ def _abilities(device: str, dtype: torch.dtype) -> tuple[bool, bool]:
     return tuple(abilities)
 
 
-# -- keys and values of a prompt, repeated for each completion that reads them
+# -- gradients added to those of earlier micro-batches
 
 
-def in_order(index: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Group the positions of `index` [K] by row.
-
-    Returns:
-        places [K] int64 in `index`, those of row 0 first; and offsets [num_rows + 1] int64. The
-        places of row i are places[offsets[i]] … places[offsets[i + 1] − 1].
-    """
-    counts = np.bincount(index, minlength=num_rows)
-    return index.argsort(kind="stable"), np.append(0, counts.cumsum())
+def gradient_of(weight: Tensor) -> Tensor | None:
+    """Return the gradient of `weight` so far, if a backward pass may add to it in place and return
+    none: that saves autograd a sum of its own. None: autograd adds it up."""
+    grad = weight.grad if weight.is_leaf and weight.dtype == torch.float32 else None
+    return grad if grad is not None and grad.dtype == torch.float32 else None
 
 
-class Copies(torch.autograd.Function):
-    """Rows `index` [K] of keys and values [L, h, e], contiguous.
+def sum_of_shares(shares: Tensor, weight: Tensor) -> Tensor | None:
+    """Return the sum of the shares [p, width] of the gradient of `weight` [width]; None if it was
+    added to the gradient so far."""
+    total = gradient_of(weight)
+    if total is None:
+        return shares.sum(0).to(weight.dtype)
+    total.addmv_(shares.T, _ones(shares.device)[: len(shares)])
+    return None
 
-    The kernel for sequences of any lengths needs them. The gradient of a lookup would sort its
-    index in every layer; here the index was sorted once, with the layout: `copies` and `offsets`
-    are the result of `in_order` for `index`. Sums are taken in this fixed order, so the bits are
-    the same each time.
-    """
 
-    @staticmethod
-    def forward(ctx, keys, values, index, copies, offsets):
-        ctx.save_for_backward(copies, offsets)
-        return keys.index_select(0, index), values.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        from . import operations
-
-        rows = (grad.flatten(1).contiguous() for grad in grads)
-        sums = operations.add_copies(*rows, *ctx.saved_tensors)
-        return *(s.unflatten(1, grads[0].shape[1:]) for s in sums), None, None, None
+@cache
+def _ones(device: torch.device) -> Tensor:
+    return torch.ones(MOST_SHARES, device=device)

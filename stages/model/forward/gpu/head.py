@@ -20,6 +20,7 @@ from .choice import (
     agree,
     fits,
     float32_product,
+    gradient_of,
     makes_float32,
     precision_of_products,
 )
@@ -45,7 +46,8 @@ class FusedHead(torch.autograd.Function):
         """Compute the head. `factors` [n] multiply the logits; products take inputs in `dtype`."""
         from . import operations
 
-        ctx.dtypes = hidden.dtype, weight.dtype
+        ctx.hidden_dtype = hidden.dtype
+        ctx.parameter = weight
         ctx.chunks = chunks
         ctx.entropy_gradient = entropy_gradient
         hidden = hidden.to(dtype)
@@ -69,7 +71,8 @@ class FusedHead(torch.autograd.Function):
         hidden, weight, targets, factors, rows = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = None
+        grad_so_far = gradient_of(ctx.parameter)
+        grad_weight = grad_so_far
         # p − 1, exact also where p is near 1
         rows = torch.cat([torch.expm1(rows[:1]), rows[1:]])
         grad = grad.contiguous()
@@ -89,10 +92,11 @@ class FusedHead(torch.autograd.Function):
                     torch.mm(slopes, weight, out=grad_hidden[chunk])
                 if needs_weight:
                     grad_weight = float32_product(slopes.T, hidden[chunk], grad_weight)
-        hidden_dtype, weight_dtype = ctx.dtypes
+        if grad_weight is grad_so_far:
+            grad_weight = None
         return (
-            None if grad_hidden is None else grad_hidden.to(hidden_dtype),
-            None if grad_weight is None else grad_weight.to(weight_dtype),
+            None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype),
+            None if grad_weight is None else grad_weight.to(ctx.parameter.dtype),
             *[None] * 6,
         )
 

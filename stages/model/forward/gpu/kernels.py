@@ -258,6 +258,8 @@ def gate_slope_kernel(
 @triton.jit
 def _rotate_heads(
     states,
+    before,
+    weight,
     output,
     cos_low,
     cos_high,
@@ -268,19 +270,53 @@ def _rotate_heads(
     num_heads,
     token_stride,
     head_stride,
+    before_token_stride,
+    before_head_stride,
     half,
+    epsilon,
     INVERSE: tl.constexpr,
+    NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Rotate all heads of some tokens; return both halves of the gradient of a norm's weight."""
     columns = tl.arange(0, BLOCK)
     is_inside = is_token[:, None] & (columns < half)[None, :]
+    share_low = tl.zeros([BLOCK], tl.float32)
+    share_high = tl.zeros([BLOCK], tl.float32)
+    if NORM:
+        w_low = tl.load(weight + columns, mask=columns < half, other=0.0).to(tl.float32)[None, :]
+        w_high = tl.load(weight + half + columns, mask=columns < half, other=0.0)
+        w_high = w_high.to(tl.float32)[None, :]
     for head in range(0, num_heads):
         places = tokens[:, None] * token_stride + head * head_stride + columns[None, :]
         low = tl.load(states + places, mask=is_inside, other=0.0).to(tl.float32)
         high = tl.load(states + places + half, mask=is_inside, other=0.0).to(tl.float32)
+        if NORM:
+            x_low = low
+            x_high = high
+            if INVERSE:
+                places = tokens[:, None] * before_token_stride + head * before_head_stride
+                places += columns[None, :]
+                x_low = tl.load(before + places, mask=is_inside, other=0.0).to(tl.float32)
+                x_high = tl.load(before + places + half, mask=is_inside, other=0.0).to(tl.float32)
+            squares = tl.sum(x_low * x_low, 1) + tl.sum(x_high * x_high, 1)
+            scale = (1.0 / tl.sqrt(squares / (2 * half) + epsilon))[:, None]
+            if not INVERSE:
+                dtype = states.dtype.element_ty
+                low = (low * scale).to(dtype).to(tl.float32) * w_low
+                high = (high * scale).to(dtype).to(tl.float32) * w_high
         if INVERSE:
             new_low = low * cos_low + high * sin_high
             new_high = high * cos_high - low * sin_low
+            if NORM:
+                share_low += tl.sum(new_low * x_low * scale, 0)
+                share_high += tl.sum(new_high * x_high * scale, 0)
+                new_low *= w_low
+                new_high *= w_high
+                mean = tl.sum(x_low * new_low, 1) + tl.sum(x_high * new_high, 1)
+                factor = scale * scale * scale * (mean / (2 * half))[:, None]
+                new_low = new_low * scale - x_low * factor
+                new_high = new_high * scale - x_high * factor
         else:
             new_low = low * cos_low - high * sin_low
             new_high = high * cos_high + low * sin_high
@@ -288,9 +324,10 @@ def _rotate_heads(
         dtype = output.dtype.element_ty
         tl.store(output + places, new_low.to(dtype), mask=is_inside)
         tl.store(output + places + half, new_high.to(dtype), mask=is_inside)
+    return share_low, share_high
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_turns"])
 def rotate_kernel(
     queries,
     keys,
@@ -298,65 +335,106 @@ def rotate_kernel(
     sines,
     new_queries,
     new_keys,
+    queries_before,
+    keys_before,
+    query_weight,
+    key_weight,
+    shares,
     num_tokens,
+    num_turns,
     num_query_heads,
     num_key_heads,
     query_stride,
     query_head_stride,
     key_stride,
     key_head_stride,
+    query_before_stride,
+    query_before_head_stride,
+    key_before_stride,
+    key_before_head_stride,
     half,
+    epsilon,
     INVERSE: tl.constexpr,
+    NORM: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Apply rotary positions to all heads of some tokens.
 
     For the two halves of a head: (a, b) → (a cos − b sin, b cos + a sin). If `INVERSE`, apply the
-    transpose, which is the gradient.
+    transpose, which is the gradient. If `NORM`, heads are normalized first, as by `norm_kernel`;
+    its gradient needs the heads before the norm, and each program writes its share of the gradients
+    of the weights.
     """
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    is_token = tokens < num_tokens
-    is_inside = is_token[:, None] & (columns < half)[None, :]
-    places = tokens[:, None] * (2 * half) + columns[None, :]
-    cos_low = tl.load(cosines + places, mask=is_inside, other=0.0).to(tl.float32)
-    cos_high = tl.load(cosines + places + half, mask=is_inside, other=0.0).to(tl.float32)
-    sin_low = tl.load(sines + places, mask=is_inside, other=0.0).to(tl.float32)
-    sin_high = tl.load(sines + places + half, mask=is_inside, other=0.0).to(tl.float32)
-    _rotate_heads(
-        queries, new_queries, cos_low, cos_high, sin_low, sin_high, tokens, is_token,
-        num_query_heads, query_stride, query_head_stride, half, INVERSE, BLOCK,
-    )  # fmt: skip
-    _rotate_heads(
-        keys, new_keys, cos_low, cos_high, sin_low, sin_high, tokens, is_token,
-        num_key_heads, key_stride, key_head_stride, half, INVERSE, BLOCK,
-    )  # fmt: skip
+    query_low = tl.zeros([BLOCK], tl.float32)
+    query_high = tl.zeros([BLOCK], tl.float32)
+    key_low = tl.zeros([BLOCK], tl.float32)
+    key_high = tl.zeros([BLOCK], tl.float32)
+    for turn in range(0, num_turns):
+        tokens = (program * num_turns + turn) * TOKENS + tl.arange(0, TOKENS)
+        is_token = tokens < num_tokens
+        is_inside = is_token[:, None] & (columns < half)[None, :]
+        places = tokens[:, None] * (2 * half) + columns[None, :]
+        cos_low = tl.load(cosines + places, mask=is_inside, other=0.0).to(tl.float32)
+        cos_high = tl.load(cosines + places + half, mask=is_inside, other=0.0).to(tl.float32)
+        sin_low = tl.load(sines + places, mask=is_inside, other=0.0).to(tl.float32)
+        sin_high = tl.load(sines + places + half, mask=is_inside, other=0.0).to(tl.float32)
+        low, high = _rotate_heads(
+            queries, queries_before, query_weight, new_queries, cos_low, cos_high, sin_low,
+            sin_high, tokens, is_token, num_query_heads, query_stride, query_head_stride,
+            query_before_stride, query_before_head_stride, half, epsilon, INVERSE, NORM, BLOCK,
+        )  # fmt: skip
+        query_low += low
+        query_high += high
+        low, high = _rotate_heads(
+            keys, keys_before, key_weight, new_keys, cos_low, cos_high, sin_low,
+            sin_high, tokens, is_token, num_key_heads, key_stride, key_head_stride,
+            key_before_stride, key_before_head_stride, half, epsilon, INVERSE, NORM, BLOCK,
+        )  # fmt: skip
+        key_low += low
+        key_high += high
+    if NORM and INVERSE:
+        is_column = columns < half
+        places = shares + program * 4 * half + columns
+        tl.store(places, query_low, mask=is_column)
+        tl.store(places + half, query_high, mask=is_column)
+        tl.store(places + 2 * half, key_low, mask=is_column)
+        tl.store(places + 3 * half, key_high, mask=is_column)
 
 
-@triton.jit
-def add_copies_kernel(
-    key_grads,
-    value_grads,
-    new_keys,
-    new_values,
-    copies,
-    offsets,
+@triton.jit(do_not_specialize=["num_tokens"])
+def merge_kernel(
+    output,
+    log_sums,
+    more,
+    more_log_sums,
+    num_tokens,
+    num_heads,
     width,
+    TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum the gradients of a token's copies, in their order, into the gradients of its key and
-    value."""
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_inside = columns < width
-    of_keys = tl.zeros([BLOCK], tl.float32)
-    of_values = tl.zeros([BLOCK], tl.float32)
-    for place in range(tl.load(offsets + token), tl.load(offsets + token + 1)):
-        places = tl.load(copies + place) * width + columns
-        of_keys += tl.load(key_grads + places, mask=is_inside, other=0.0).to(tl.float32)
-        of_values += tl.load(value_grads + places, mask=is_inside, other=0.0).to(tl.float32)
-    places = token * width + columns
-    dtype = new_keys.dtype.element_ty
-    tl.store(new_keys + places, of_keys.to(dtype), mask=is_inside)
-    tl.store(new_values + places, of_values.to(dtype), mask=is_inside)
+    """Merge attention over more keys into `output` and its log-sums, for some tokens of a head.
+
+    The share of the other keys is exp(more log-sum) / (exp(log-sum) + exp(more log-sum)).
+    """
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    is_token = tokens < num_tokens
+    is_inside = is_token[:, None] & (columns < width)[None, :]
+    sums = head * num_tokens + tokens
+    old = tl.load(log_sums + sums, mask=is_token, other=0.0)
+    added = tl.load(more_log_sums + sums, mask=is_token, other=0.0)
+    added = tl.where(tl.abs(added) == float("inf"), float("-inf"), added)
+    share = (1.0 / (1.0 + tl.exp(old - added)))[:, None]
+    places = (tokens[:, None] * num_heads + head) * width + columns[None, :]
+    a = tl.load(output + places, mask=is_inside, other=0.0).to(tl.float32)
+    b = tl.load(more + places, mask=is_inside, other=0.0).to(tl.float32)
+    a = tl.where(share > 0, a + share * (b - a), a)
+    top = tl.maximum(old, added)
+    total = top + tl.log(tl.exp(old - top) + tl.exp(added - top))
+    tl.store(output + places, a.to(output.dtype.element_ty), mask=is_inside)
+    tl.store(log_sums + sums, total, mask=is_token)

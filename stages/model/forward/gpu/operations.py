@@ -1,4 +1,4 @@
-"""The kernels as torch operations, which also accept tensors without content (meta).
+"""The kernels as functions of tensors, which also accept tensors without content (meta).
 
 | operation | gives |
 |---|---|
@@ -6,8 +6,8 @@
 | `head_slope` | the gradient of that chunk |
 | `norm`, `add_norm`, `norm_slope` | RMSNorm, also of a sum; its gradients |
 | `gate`, `gate_slope` | silu(gate) · up; its gradients |
-| `rotate` | rotary positions of queries and keys, or their inverse |
-| `add_copies` | gradients of a shared prompt's keys and values, summed over its completions |
+| `rotate` | rotary positions of queries and keys, also of their norms; the gradients |
+| `merge` | attention over keys of two kinds, from the attention over each |
 
 Importing this module needs Triton. Each operation reads and writes the tensors of its signature
 once, and no other memory.
@@ -15,19 +15,17 @@ once, and no other memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import kernels
+from .choice import MOST_SHARES
 
 _ROW_BLOCK = 4096
 """Logits of a row that one program of the head holds at once."""
-_PROGRAMS = 512
-"""Most shares into which a norm's weight gradient is split."""
 _TILE = 2048
 """Numbers of a norm's rows that one program holds at once, approximately."""
 _COLUMNS = 1024
@@ -39,22 +37,19 @@ def _power(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def _on_its_device(operation: Callable) -> Callable:
-    """Run `operation` on its first tensor's device, since Triton uses the current device."""
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch `kernel` on the device of its first tensor, since Triton uses the current device.
 
-    @wraps(operation)
-    def run(first: Tensor, *others: Any) -> Any:
-        with torch.cuda.device_of(first):
-            return operation(first, *others)
-
-    return run
+    Tensors without content (meta) stay without.
+    """
+    if arguments[0].device.type != "meta":
+        with torch.cuda.device_of(arguments[0]):
+            kernel[grid](*arguments, **options)
 
 
 # -- the head
 
 
-@torch.library.custom_op("quiver::head", mutates_args=())
-@_on_its_device
 def head(logits: Tensor, targets: Tensor, factors: Tensor, collision: bool) -> Tensor:
     """Compute logprobs and row statistics of logits [c, V] times factors [c].
 
@@ -62,7 +57,9 @@ def head(logits: Tensor, targets: Tensor, factors: Tensor, collision: bool) -> T
     `collision`; the largest logit; and log Σ exp(logit − largest).
     """
     rows = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
-    kernels.head_kernel[(len(logits),)](
+    launch(
+        kernels.head_kernel,
+        (len(logits),),
         logits,
         targets,
         factors,
@@ -76,13 +73,6 @@ def head(logits: Tensor, targets: Tensor, factors: Tensor, collision: bool) -> T
     return rows
 
 
-@head.register_fake
-def _(logits, targets, factors, collision):
-    return logits.new_empty(4, len(logits), dtype=torch.float32)
-
-
-@torch.library.custom_op("quiver::head_slope", mutates_args=())
-@_on_its_device
 def head_slope(
     logits: Tensor,
     targets: Tensor,
@@ -106,7 +96,9 @@ def head_slope(
     num_rows, num_ids = logits.shape
     slopes = torch.empty(num_rows, num_ids, dtype=dtype, device=logits.device)
     block = min(_ROW_BLOCK, _power(num_ids))
-    kernels.head_slope_kernel[(num_rows, -(-num_ids // block))](
+    launch(
+        kernels.head_slope_kernel,
+        (num_rows, -(-num_ids // block)),
         logits,
         slopes,
         targets,
@@ -121,11 +113,6 @@ def head_slope(
         num_warps=8,
     )
     return slopes
-
-
-@head_slope.register_fake
-def _(logits, targets, factors, rows, grads, entropy_grads, dtype):
-    return logits.new_empty(logits.shape, dtype=dtype)
 
 
 # -- RMSNorm
@@ -159,8 +146,6 @@ def _block(width: int) -> dict[str, int]:
     return {"ROWS": max(1, _TILE // block), "BLOCK": block, "num_warps": 4 if block < 4096 else 8}
 
 
-@torch.library.custom_op("quiver::norm", mutates_args=())
-@_on_its_device
 def norm(
     states: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -170,14 +155,6 @@ def norm(
     return output, _normalize(states, None, weight, epsilon, states, output)
 
 
-@norm.register_fake
-def _(states, weight, epsilon, dtype):
-    scales = states.new_empty(states.numel() // states.shape[-1], dtype=torch.float32)
-    return states.new_empty(states.shape, dtype=dtype), scales
-
-
-@torch.library.custom_op("quiver::add_norm", mutates_args=())
-@_on_its_device
 def add_norm(
     states: Tensor, branch: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,14 +166,6 @@ def add_norm(
     total = torch.empty(states.shape, dtype=total_dtype, device=states.device)
     output = torch.empty(states.shape, dtype=dtype, device=states.device)
     return total, output, _normalize(states, branch, weight, epsilon, total, output)
-
-
-@add_norm.register_fake
-def _(states, branch, weight, epsilon, dtype):
-    total_dtype = torch.promote_types(states.dtype, branch.dtype)
-    scales = states.new_empty(states.numel() // states.shape[-1], dtype=torch.float32)
-    total = states.new_empty(states.shape, dtype=total_dtype)
-    return total, states.new_empty(states.shape, dtype=dtype), scales
 
 
 def _normalize(
@@ -211,7 +180,9 @@ def _normalize(
     states, where = _rows(states)
     scales = torch.empty(where[0], dtype=torch.float32, device=states.device)
     block = _block(states.shape[-1])
-    kernels.norm_kernel[(-(-where[0] // block["ROWS"]),)](
+    launch(
+        kernels.norm_kernel,
+        (-(-where[0] // block["ROWS"]),),
         states,
         states if branch is None else branch,
         weight,
@@ -227,8 +198,6 @@ def _normalize(
     return scales
 
 
-@torch.library.custom_op("quiver::norm_slope", mutates_args=())
-@_on_its_device
 def norm_slope(
     grad: Tensor,
     total_grad: Tensor | None,
@@ -253,7 +222,9 @@ def norm_slope(
     if branch_dtype is not None:
         grad_branch = torch.empty(states.shape, dtype=branch_dtype, device=states.device)
     shares = torch.empty(num_programs, width, dtype=torch.float32, device=states.device)
-    kernels.norm_slope_kernel[(num_programs,)](
+    launch(
+        kernels.norm_slope_kernel,
+        (num_programs,),
         grad,
         grad if total_grad is None else total_grad,
         states,
@@ -272,61 +243,52 @@ def norm_slope(
     return grad_states, grad_branch, shares
 
 
-@norm_slope.register_fake
-def _(grad, total_grad, states, weight, scales, branch_dtype):
-    width = states.shape[-1]
-    num_programs, _ = _shares(len(scales), _block(width)["ROWS"])
-    shares = states.new_empty(num_programs, width, dtype=torch.float32)
-    branch = states.new_empty(0)
-    if branch_dtype is not None:
-        branch = states.new_empty(states.shape, dtype=branch_dtype)
-    return states.new_empty(states.shape), branch, shares
-
-
 def _shares(num_rows: int, rows_at_once: int) -> tuple[int, int]:
     """Return the number of programs, and how many turns of `rows_at_once` rows each takes."""
-    num_turns = max(1, -(-num_rows // (rows_at_once * _PROGRAMS)))
+    num_turns = max(1, -(-num_rows // (rows_at_once * MOST_SHARES)))
     return -(-num_rows // (rows_at_once * num_turns)), num_turns
 
 
 # -- the gated MLP
 
 
-@torch.library.custom_op("quiver::gate", mutates_args=())
-@_on_its_device
 def gate(gates: Tensor, ups: Tensor) -> Tensor:
     """Return silu(gates) · ups of two matrices [N, i] of one dtype; their rows may be strided."""
     num_rows, width = gates.shape
     output = torch.empty(num_rows, width, dtype=gates.dtype, device=gates.device)
-    kernels.gate_kernel[(num_rows, -(-width // _COLUMNS))](
-        gates, ups, output, gates.stride(0), ups.stride(0), width, BLOCK=_COLUMNS
+    launch(
+        kernels.gate_kernel,
+        (num_rows, -(-width // _COLUMNS)),
+        gates,
+        ups,
+        output,
+        gates.stride(0),
+        ups.stride(0),
+        width,
+        BLOCK=_COLUMNS,
     )
     return output
 
 
-@gate.register_fake
-def _(gates, ups):
-    return gates.new_empty(gates.shape)
-
-
-@torch.library.custom_op("quiver::gate_slope", mutates_args=())
-@_on_its_device
 def gate_slope(grad: Tensor, gates: Tensor, ups: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gates and ups, side by side [N, 2 i], and the result of `gate`."""
     num_rows, width = gates.shape
     both = torch.empty(num_rows, 2 * width, dtype=gates.dtype, device=gates.device)
     output = torch.empty(num_rows, width, dtype=gates.dtype, device=gates.device)
     strides = (tensor.stride(0) for tensor in (grad, gates, ups))
-    kernels.gate_slope_kernel[(num_rows, -(-width // _COLUMNS))](
-        grad, gates, ups, both, output, *strides, width, BLOCK=_COLUMNS
+    launch(
+        kernels.gate_slope_kernel,
+        (num_rows, -(-width // _COLUMNS)),
+        grad,
+        gates,
+        ups,
+        both,
+        output,
+        *strides,
+        width,
+        BLOCK=_COLUMNS,
     )
     return both, output
-
-
-@gate_slope.register_fake
-def _(grad, gates, ups):
-    num_rows, width = gates.shape
-    return gates.new_empty(num_rows, 2 * width), gates.new_empty(num_rows, width)
 
 
 # -- rotary positions
@@ -336,80 +298,103 @@ _TOKENS = 8
 """Tokens of one program."""
 
 
-@torch.library.custom_op("quiver::rotate", mutates_args=())
-@_on_its_device
+class Norms(NamedTuple):
+    """Norms of queries and keys before their rotation."""
+
+    query_weight: Tensor
+    """[e]"""
+    key_weight: Tensor
+    """[e]"""
+    epsilon: float
+
+
 def rotate(
     queries: Tensor,
     keys: Tensor,
     cosines: Tensor,
     sines: Tensor,
-    inverse: bool,
-    query_dtype: torch.dtype,
-    key_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Rotate queries [L, H, e] and keys [L, h, e] by contiguous cosines and sines [L, e].
+    dtypes: tuple[torch.dtype, torch.dtype],
+    norms: Norms | None = None,
+    *,
+    inverse: bool = False,
+    before: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate queries [L, H, e] and keys [L, h, e], normalized first if there are `norms`.
 
-    If `inverse`, rotate back, which is the gradient. Both results are contiguous, in the given
-    dtypes.
+    Args:
+        queries: Heads of width e, each contiguous.
+        keys: The same.
+        cosines: [L, e], contiguous.
+        sines: [L, e], contiguous.
+        dtypes: Dtypes of the results.
+        norms: The norms. Default: none.
+        inverse: If true, compute gradients: `queries` and `keys` are those of the results.
+        before: For the gradients of norms, their inputs.
+
+    Returns:
+        Both, contiguous; and shares [p, 2, e] float32 of the gradients of the norms' weights.
     """
-    num_tokens, num_heads, width = queries.shape
-    shape = num_tokens, keys.shape[1], width
-    new_queries = torch.empty(queries.shape, dtype=query_dtype, device=queries.device)
-    new_keys = torch.empty(shape, dtype=key_dtype, device=keys.device)
-    kernels.rotate_kernel[(-(-num_tokens // _TOKENS),)](
+    num_tokens, _, width = queries.shape
+    num_programs, num_turns, num_shares = -(-num_tokens // _TOKENS), 1, 0
+    if inverse and norms is not None:
+        num_programs, num_turns = _shares(num_tokens, _TOKENS)
+        num_shares = num_programs
+    device = queries.device
+    shares = torch.empty(num_shares, 2, width, dtype=torch.float32, device=device)
+    turned = [
+        torch.empty(states.shape, dtype=dtype, device=device)
+        for states, dtype in zip((queries, keys), dtypes, strict=True)
+    ]
+    before = before or (queries, keys)
+    query_weight, key_weight, epsilon = norms or (cosines, cosines, 0.0)
+    launch(
+        kernels.rotate_kernel,
+        (num_programs,),
         queries,
         keys,
         cosines,
         sines,
-        new_queries,
-        new_keys,
+        *turned,
+        *before,
+        query_weight,
+        key_weight,
+        shares,
         num_tokens,
-        num_heads,
+        num_turns,
+        queries.shape[1],
         keys.shape[1],
-        *queries.stride()[:2],
-        *keys.stride()[:2],
+        *(stride for states in (queries, keys, *before) for stride in states.stride()[:2]),
         width // 2,
+        epsilon,
         INVERSE=inverse,
+        NORM=norms is not None,
         TOKENS=_TOKENS,
         BLOCK=_power(width // 2),
     )
-    return new_queries, new_keys
+    return *turned, shares
 
 
-@rotate.register_fake
-def _(queries, keys, cosines, sines, inverse, query_dtype, key_dtype):
-    new_queries = queries.new_empty(queries.shape, dtype=query_dtype)
-    return new_queries, keys.new_empty(keys.shape, dtype=key_dtype)
+# -- attention over the keys of several calls
 
 
-# -- keys and values of a prompt that several completions read
-
-
-@torch.library.custom_op("quiver::add_copies", mutates_args=())
-@_on_its_device
-def add_copies(
-    key_grads: Tensor, value_grads: Tensor, copies: Tensor, offsets: Tensor
+def merge(
+    output: Tensor, log_sums: Tensor, more: Tensor, more_log_sums: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sum gradients [K, w] of copies, contiguous and of one dtype, for each of N tokens [N, w].
-
-    The gradients of token i are the rows copies[offsets[i]] … copies[offsets[i + 1] − 1].
-    """
-    num_tokens, width = len(offsets) - 1, key_grads.shape[1]
-    new_keys, new_values = (key_grads.new_empty(num_tokens, width) for _ in range(2))
-    kernels.add_copies_kernel[(num_tokens, -(-width // _COLUMNS))](
-        key_grads,
-        value_grads,
-        new_keys,
-        new_values,
-        copies,
-        offsets,
+    """Merge attention's output [L, H, e] and log-sums [H, L] over some keys with those over others,
+    into the first. A query whose other log-sum is infinite saw none of the others."""
+    output = output.contiguous()
+    num_tokens, num_heads, width = output.shape
+    launch(
+        kernels.merge_kernel,
+        (-(-num_tokens // _TOKENS), num_heads),
+        output,
+        log_sums,
+        more.contiguous(),
+        more_log_sums,
+        num_tokens,
+        num_heads,
         width,
-        BLOCK=min(_COLUMNS, _power(width)),
+        TOKENS=_TOKENS,
+        BLOCK=_power(width),
     )
-    return new_keys, new_values
-
-
-@add_copies.register_fake
-def _(key_grads, value_grads, copies, offsets):
-    shape = len(offsets) - 1, key_grads.shape[1]
-    return key_grads.new_empty(shape), value_grads.new_empty(shape)
+    return output, log_sums

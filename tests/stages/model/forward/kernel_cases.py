@@ -11,21 +11,26 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import NamedTuple
 from unittest import TestCase
 
-import numpy as np
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch.distributed import FileStore
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3Attention,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
 from quiver.stages.model.forward import modules
-from quiver.stages.model.forward.gpu import choice
+from quiver.stages.model.forward.gpu import choice, flash
 from quiver.stages.model.forward.gpu import head as fused_head
 from quiver.stages.model.forward.layout import Sequences
 from quiver.stages.model.forward.policy import Policy
@@ -253,31 +258,62 @@ for dtype, width, tolerance in ((BF16, 10, 4e-3), (FP32, 64, 1e-6)):
     leaves = {"queries": queries.to(dtype), "keys": keys.to(dtype)}
     CASES[f"rotation of {dtype}"] = Case(leaves, *functions, tolerance)
 
-# -- keys and values of shared prompts
-
-ROW_OF_KEYS = np.array([3, 0, 1, 2, 3, 0, 1, 2, 4, 6, 6])
-"""Row 5 of 7 has no copy, row 6 two side by side."""
+# -- the same after norms of the heads
 
 
-def copied(keys: Tensor, values: Tensor) -> Answer:
-    device = keys.device
-    index = torch.from_numpy(ROW_OF_KEYS).to(device)
-    order = (torch.from_numpy(array).to(device) for array in choice.in_order(ROW_OF_KEYS, 7))
-    outputs = choice.Copies.apply(keys, values, index, *order)
-    # their gradients are parts of one tensor, so that rows lie apart
-    outputs = torch.cat(outputs, 1).split(outputs[0].shape[1], 1)
-    return dict(zip(("copied keys", "copied values"), outputs, strict=True))
+def normed_and_rotated(
+    angles: Tensor, query_weight: Tensor, key_weight: Tensor, **leaves
+) -> Answer:
+    queries, keys = (leaf.transpose(1, 2) for leaf in leaves.values())
+    positions = (position.to(queries.device) for position in (angles.cos(), angles.sin()))
+    norms = [SimpleNamespace(weight=w, variance_epsilon=1e-6) for w in (query_weight, key_weight)]
+    queries, keys = modules.rotate(None, queries, keys, *positions, norms=norms)
+    return {"queries": queries, "keys": keys}
 
 
-def copied_exact(**leaves: Tensor) -> Answer:
-    return {f"copied {name}": leaf[ROW_OF_KEYS.tolist()] for name, leaf in leaves.items()}
+def normed_and_rotated_exact(
+    angles: Tensor, queries: Tensor, keys: Tensor, query_weight: Tensor, key_weight: Tensor
+) -> Answer:
+    queries = norm_exact(queries, query_weight)["output"]
+    keys = norm_exact(keys, key_weight)["output"]
+    return rotated_exact(angles, queries=queries, keys=keys)
 
 
-for dtype, width, tolerance in ((BF16, 40, 4e-3), (FP32, 600, 1e-6)):  # 600: two programs a row
-    leaves = {
-        name: drawn(7, 2, width, seed=n).to(dtype) for n, name in enumerate(("keys", "values"))
+# 4100 tokens: programs take several turns
+for dtype, num_tokens, width, tolerance in ((BF16, 19, 10, 6e-3), (FP32, 4100, 16, 1e-5)):
+    angles = drawn(1, num_tokens, width, seed=2, scale=100)
+    functions = (partial(each, angles) for each in (normed_and_rotated, normed_and_rotated_exact))
+    leaves = {"queries": drawn(1, num_tokens, 3 if num_tokens < 100 else 1, width).to(dtype)}
+    leaves["keys"] = drawn(1, num_tokens, 1, width, seed=1).to(dtype)
+    leaves["query_weight"] = 1 + drawn(width, seed=3)
+    leaves["key_weight"] = 1 + drawn(width, seed=4)
+    CASES[f"norms and rotation of {dtype}"] = Case(leaves, *functions, tolerance)
+
+# -- attention over the keys of two calls
+
+
+def merged(output: Tensor, log_sums: Tensor, more: Tensor, more_log_sums: Tensor) -> Answer:
+    merged = flash.merge(output, log_sums, more, more_log_sums)
+    return dict(zip(("merged output", "merged log-sums"), merged, strict=True))
+
+
+def merged_exact(output: Tensor, log_sums: Tensor, more: Tensor, more_log_sums: Tensor) -> Answer:
+    first, second = log_sums.exp(), more_log_sums.exp().nan_to_num(posinf=0)
+    share = (second / (first + second)).T[..., None]
+    return {
+        "merged output": (1 - share) * output + share * more,
+        "merged log-sums": (first + second).log(),
     }
-    CASES[f"copies of {dtype}"] = Case(leaves, copied, copied_exact, tolerance)
+
+
+for dtype, width, tolerance in ((BF16, 40, 4e-3), (FP32, 64, 1e-6)):
+    output, more = (drawn(19, 3, width, seed=seed).to(dtype) for seed in range(2))
+    log_sums, more_log_sums = (drawn(3, 19, seed=2 + seed, scale=5) for seed in range(2))
+    # queries that saw no key in the second call, by one kernel's sign or another's
+    more_log_sums[:, :4] = torch.inf
+    more_log_sums[:, 4:8] = -torch.inf
+    leaves = {"output": output, "log_sums": log_sums, "more": more, "more_log_sums": more_log_sums}
+    CASES[f"merge of {dtype}"] = Case(leaves, merged, merged_exact, tolerance, has_gradients=False)
 
 
 def largest_gap(answer: Answer, reference: Answer) -> float:
@@ -376,6 +412,36 @@ class Coarse(LlamaMLP):
         return 1.0005 * super().forward(states)
 
 
+class NormedLate(Qwen3Attention):
+    """Queries and keys are rotated first."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask, **options):
+        states = [
+            linear(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        ]
+        queries, keys = apply_rotary_pos_emb(*states[:2], *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface("eager", eager_attention_forward)
+        output, weights = attend(
+            self, self.q_norm(queries), self.k_norm(keys), states[2], attention_mask
+        )
+        return self.o_proj(output.flatten(2)), weights
+
+
+def norms_replaced() -> dict[str, bool]:
+    """Of attention with norms before and after the rotation, whether the rotation makes them."""
+    config = Qwen3Config(hidden_size=64, head_dim=16, num_attention_heads=4, num_key_value_heads=2)
+    replaced = {}
+    for kind in (Qwen3Attention, NormedLate):
+        torch.manual_seed(0)
+        attention = kind(config, 0)
+        for norm in (attention.q_norm, attention.k_norm):
+            nn.init.normal_(norm.weight)
+        modules.fuse_modules(attention)
+        replaced[kind.__name__] = isinstance(attention.forward.__self__, modules._Normless)
+    return replaced
+
+
 def coarse_replaced() -> dict[str, int]:
     """How many of one such MLP are replaced, by what products of float32 are allowed to be."""
     replaced = {}
@@ -458,11 +524,17 @@ def passed(policy: Policy) -> Answer:
         Ragged.from_lengths(ids[21:], torch.tensor([9, 30, 1])),
         torch.tensor([1.0, 0.7, 1.2]),
     )
-    (pieces,) = policy.microbatches(range(3), [0, 0, 1], sequences, 1000)
+    answer = {}
     with policy.context():
-        logprobs, entropy, _ = policy(policy.layout(pieces, sequences))
-        (drawn(40).to(logprobs) * logprobs).sum().backward()
-    answer = {"logprobs": logprobs.detach(), "entropy": entropy.detach()}
+        # gradients of the second micro-batch are added to those of the first
+        for number, pieces in enumerate(policy.microbatches(range(3), [0, 0, 1], sequences, 60)):
+            logprobs, entropy, _ = policy(policy.layout(pieces, sequences))
+            (drawn(len(logprobs)).to(logprobs) * logprobs).sum().backward()
+            answer |= {
+                f"logprobs {number}": logprobs.detach(),
+                f"entropy {number}": entropy.detach(),
+            }
+    assert number == 1
     for name, parameter in policy.model.named_parameters():
         if parameter.requires_grad:
             grad, parameter.grad = parameter.grad, None
@@ -503,5 +575,6 @@ if __name__ == "__main__":
     answers |= {f"{kind} in bfloat16": passes(kind, autocast=True) for kind in NARROW}
     answers |= {way: passes("llama", way=way) for way in WAYS}
     answers |= {"strangers": strangers_replaced(), "coarse": coarse_replaced(), "told": told()}
+    answers["norms"] = norms_replaced()
     answers |= {name: case.answer("cpu") for name, case in CASES.items()}
     torch.save(answers, sys.argv[1])

@@ -71,6 +71,10 @@ def test_what_gives_other_numbers_or_gradients_stays(stranger, interpreted):
     assert not interpreted["strangers"][type(stranger).__name__]
 
 
+def test_the_rotation_makes_norms_that_stand_right_before_it(interpreted):
+    assert interpreted["norms"] == {"Qwen3Attention": True, "NormedLate": False}
+
+
 def test_where_tf32_is_allowed_its_last_digits_may_differ(interpreted):
     assert interpreted["coarse"] == {"highest": 0, "high": 1}
 
@@ -177,16 +181,19 @@ def _gate() -> None:
     operations.gate_slope(operations.gate(gate, up), gate, up)
 
 
-def _rotate(width: int, positions: torch.dtype) -> None:
-    queries, keys = (torch.empty(9, n, width, dtype=torch.bfloat16) for n in (14, 2))
+def _rotate(width: int, positions: torch.dtype, *, has_norms: bool = False) -> None:
+    before = tuple(torch.empty(9, n, width, dtype=torch.bfloat16) for n in (14, 2))
     cosines = torch.empty(9, width, dtype=positions)
-    for inverse in (False, True):
-        operations.rotate(queries, keys, cosines, cosines, inverse, *[torch.bfloat16] * 2)
+    weight = torch.empty(width)
+    norms = operations.Norms(weight, weight, 1e-6) if has_norms else None
+    positions, dtypes = (cosines, cosines), [torch.bfloat16] * 2
+    *turned, _ = operations.rotate(*before, *positions, dtypes, norms)
+    operations.rotate(*turned, *positions, dtypes, norms, inverse=True, before=before)
 
 
-def _add_copies() -> None:
-    grads = torch.empty(9, 2 * 128, dtype=torch.bfloat16)
-    operations.add_copies(grads, grads, torch.arange(9), torch.tensor([0, 4, 9]))
+def _merge() -> None:
+    output, log_sums = torch.empty(9, 14, 128, dtype=torch.bfloat16), torch.empty(14, 9)
+    operations.merge(output, log_sums, output, log_sums)
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -201,7 +208,8 @@ CALLS = {
     "gate": (_gate, 2),
     "rotation": (partial(_rotate, 128, FP32), 2),
     "rotation in bfloat16": (partial(_rotate, 64, BF16), 2),
-    "copies": (_add_copies, 1),
+    "norms and rotation": (partial(_rotate, 128, FP32, has_norms=True), 2),
+    "merge": (_merge, 1),
 }
 
 

@@ -29,18 +29,23 @@ def test_the_picture_is_what_is_made():
     assert layout.targets.tolist() == X + Y + Z
     assert layout.predictors.tolist() == [2, 3, 4, 2, 5, 6, 7, 9, 10]
     assert layout.temperature.tolist() == [0.5] * 3 + [1.0] * 4 + [2.0] * 2
-    assert layout.runs.query_offsets.tolist() == [0, 3, 5, 8, 11]
+    own, prefixes = layout.runs.calls
+    assert own.query_offsets.tolist() == own.key_offsets.tolist() == [0, 3, 5, 8, 11]
+    assert (own.longest, own.causal) == ((3, 3), True)
+    # A meets no prefix; x and y meet A; x, y, B and z are the prefix of none, and B z meets none
+    assert prefixes.query_offsets.tolist() == [0, 3, 3, 8, 11, 11]
+    assert prefixes.key_offsets.tolist() == [0, 0, 0, 3, 3, 11]
+    assert (prefixes.longest, prefixes.causal) == ((5, 8), False)
+    assert layout.runs.copied.query_offsets.tolist() == [0, 3, 5, 8, 11]
+    assert layout.runs.copied.key_offsets.tolist() == [0, 3, 8, 14, 17]
     assert layout.runs.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10]
-    places, offsets = (tensor.tolist() for tensor in layout.runs.copies)
-    assert places == [0, 3, 8, 1, 4, 9, 2, 5, 10, 6, 7, 11, 12, 13, 14, 15, 16]
-    assert offsets == [0, 3, 6, 9, *range(10, 18)]
-    prompts, completions = layout.blocks
+    prompts, completions = layout.blocks.parts
     assert prompts.causal and not completions.causal
     assert prompts.queries.tolist() == [[8, 9, 10] + [0] * 5, [0, 1, 2] + [0] * 5]
     assert completions.queries.tolist() == [[5, 6, 7] + [0] * 5, [3, 4] + [0] * 6]
     assert completions.keys.tolist() == [[0, 1, 2, 5, 6, 7, 0, 0], [0, 1, 2, 3, 4, 0, 0, 0]]
-    queries = torch.cat([block.queries.flatten() for block in layout.blocks])
-    assert queries[layout.gather].tolist() == list(range(11))
+    queries = torch.cat([block.queries.flatten() for block in layout.blocks.parts])
+    assert queries[layout.blocks.gather].tolist() == list(range(11))
 
 
 def test_rollouts_of_one_group_share_a_prompt_where_its_ids_are_the_same():
@@ -50,7 +55,7 @@ def test_rollouts_of_one_group_share_a_prompt_where_its_ids_are_the_same():
 def test_no_mask_spans_the_whole_row():
     data, groups = test_policy._data(longest=90)
     layout = make_layout(pieces_of("shared", range(len(groups)), groups, data, 10_000), data)
-    sides = [(*block.queries.shape, block.keys.shape[1]) for block in layout.blocks]
+    sides = [(*block.queries.shape, block.keys.shape[1]) for block in layout.blocks.parts]
     area = sum(spans * queries * keys for spans, queries, keys in sides)
     assert area < layout.ids.numel() ** 2 / 2.5
     assert all(queries % 8 == keys % 8 == 0 for _, queries, keys in sides)

@@ -5,11 +5,11 @@ The kernel runs on a GPU alone (tests/gpu has it itself). Here loops over its ar
 documentation describes them, stand in.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-import torch.nn.attention.varlen
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from quiver.schemas.errors import ConfigError
@@ -24,6 +24,9 @@ from quiver.stages.model.forward.verify import (
     recorded,
     varlen_is_right,
 )
+from quiver.stages.model.ragged import Ragged
+from tests import flash
+from tests.bytes_moved import META, Counter
 from tests.stages.model.forward import test_policy as forward
 
 
@@ -62,8 +65,8 @@ def test_choose_mode_takes_the_first_that_agrees(caplog, kind, rope, wanted, exp
 def test_choose_mode_falls_back_when_sharing_gives_other_numbers(monkeypatch, caplog):
     """A layout that forgets where completions go on is noticed, said, and not used."""
 
-    def broken(pieces, sequences, device="cpu", **more):
-        layout = make_layout(pieces, sequences, device, **more)
+    def broken(pieces, sequences, **more):
+        layout = make_layout(pieces, sequences, **more)
         if any(len(piece.rows) > 1 for piece in pieces):
             layout.positions.copy_(torch.arange(layout.positions.numel()) * 3)
         return layout
@@ -120,34 +123,10 @@ def test_a_way_of_packing_that_gives_nan_anywhere_is_not_taken():
 # -- the kernel
 
 
-def by_loops(
-    query, key, value, query_starts, key_starts, most_queries, most_keys,
-    *, scale=None, window_size=(-1, -1), enable_gqa=False, wrong=False,
-):  # fmt: skip
-    """Query i of n sees of m keys those up to m − n + i, and from there back at most
-    `window_size[0]` more. `wrong`: those up to i, as if the first query stood with the first
-    key."""
-    outputs, times = [], query.shape[1] // key.shape[1]
-    assert times == 1 or enable_gqa
-    for i in range(len(query_starts) - 1):
-        q = query[query_starts[i] : query_starts[i + 1]].float()
-        keys = slice(key_starts[i], key_starts[i + 1])
-        k, v = (states[keys].float().repeat_interleave(times, 1) for states in (key, value))
-        assert len(q) <= most_queries and len(k) <= most_keys
-        last = torch.arange(len(q))[:, None] + (0 if wrong else len(k) - len(q))
-        place = torch.arange(len(k))
-        seen = place <= last
-        if window_size[0] >= 0:
-            seen &= place >= last - window_size[0]
-        scores = torch.einsum("qhe,khe->hqk", q, k) * (scale or q.shape[-1] ** -0.5)
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        outputs.append(torch.einsum("hqk,khe->qhe", weights, v))
-    return torch.cat(outputs).to(value.dtype)
-
-
 @pytest.fixture
-def loops(monkeypatch):
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", by_loops)
+def loops():
+    with flash.on_cpu():
+        yield
 
 
 @pytest.mark.parametrize("mode", ["shared", "packed"])
@@ -190,19 +169,31 @@ def raising(error):
     return kernel
 
 
+def nan(*arguments, **options):
+    output, *others = flash.forward(*arguments, **options)
+    return output * torch.nan, *others
+
+
+def wrong_slope(*arguments, **options):
+    return flash.backward(*arguments, **options, wrong=True)
+
+
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "message"),
+    ("kernels", "dtype", "message"),
     [
-        (by_loops, torch.bfloat16, None),
-        (by_loops, torch.float32, ""),  # the kernel knows no float32
-        (partial(by_loops, wrong=True), torch.bfloat16, "varlen is wrong here"),
-        (lambda *a, **o: by_loops(*a, **o) * torch.nan, torch.bfloat16, "varlen is wrong here"),
-        (raising(Uncompiled("no memory")), torch.bfloat16, "does not run here (no memory)"),
+        ([], torch.bfloat16, None),
+        ([], torch.float32, ""),  # the kernel knows no float32
+        ([partial(flash.forward, wrong=True)], torch.bfloat16, "varlen is wrong here"),
+        ([flash.forward, wrong_slope], torch.bfloat16, "varlen is wrong here"),
+        ([nan], torch.bfloat16, "varlen is wrong here"),
+        ([raising(Uncompiled("no memory"))], torch.bfloat16, "does not run here (no memory)"),
     ],
 )
-def test_a_kernel_is_taken_where_it_runs_and_is_right(monkeypatch, caplog, kernel, dtype, message):
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    assert varlen_is_right(*_calls(dtype)) == (message is None)
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_kernel_is_taken_where_it_runs_and_is_right(caplog, kind, kernels, dtype, message):
+    """Also with a window."""
+    with flash.on_cpu(*kernels):
+        assert varlen_is_right(*_calls(dtype, kind)) == (message is None)
     assert (message or "") in caplog.text
 
 
@@ -212,11 +203,41 @@ def test_the_kernel_is_not_taken_for_caps_or_sinks(loops, caplog, kind):
     assert "knows no logit caps and no sinks" in caplog.text
 
 
-def test_a_lack_of_memory_is_no_reason_for_another_kernel(monkeypatch):
+def test_a_lack_of_memory_is_no_reason_for_another_kernel():
     kernel = raising(torch.OutOfMemoryError("CUDA out of memory"))
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
-    with pytest.raises(torch.OutOfMemoryError):
+    with flash.on_cpu(kernel), pytest.raises(torch.OutOfMemoryError):
         varlen_is_right(*_calls())
+
+
+def test_the_kernel_is_tried_on_the_beginnings_of_a_few_rollouts(loops):
+    policy = Policy(forward._model("llama"), autocast=False)
+    policy.set_mode("shared")
+    lengths = [700, 30, 20, 600, 40, 9, 10]
+    rows = [torch.randint(97, (length,)) for length in lengths]
+    prompts = forward._ragged([rows[0]] * 5 + [rows[1]] * 2)
+    sequences = Sequences(prompts, forward._ragged(rows), torch.ones(7))
+    (pieces,) = policy.microbatches(range(7), [0] * 5 + [1] * 2, sequences, 10_000)
+    calls, layout = verify.probe_calls(policy, pieces, sequences)
+    kept = [512, 30, 20, 512, 9, 10]  # four of the first prompt, two of the second
+    assert layout.ids.numel() == 512 + 30 + sum(kept) - len(kept)
+    assert [states[0].shape[2] for states, _ in calls] == [layout.ids.numel()]
+
+
+def test_trying_the_kernel_takes_half_a_gigabyte_at_most():
+    """Beside its inputs, for rollouts of 16,384 tokens with the heads of Qwen3-1.7B."""
+    ids = torch.zeros(2 * 16_384, dtype=torch.int64)
+    both = Ragged.from_lengths(ids, torch.tensor([16_384, 16_384]))
+    model = forward._model("qwen3", num_attention_heads=16, num_key_value_heads=8, head_dim=128)
+    policy = Policy(model.to(META), autocast=False)
+    policy.set_mode("shared")
+    sequences = Sequences(both, both, torch.ones(2))
+    (pieces,) = policy.microbatches(range(2), [0, 0], sequences, 100_000)
+    with Counter({}) as counter:
+        calls, layout = verify.probe_calls(policy, pieces, sequences)
+        for states, options in calls:
+            for tried, dtype in ((layout, torch.bfloat16), (replace(layout, runs=None), None)):
+                verify._attend([each.to(dtype or torch.float32) for each in states], options, tried)
+    assert counter.peak < 0.5e9
 
 
 @pytest.mark.parametrize("wanted, expected", [("shared", "blocks"), ("single", "model")])
