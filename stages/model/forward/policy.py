@@ -77,7 +77,8 @@ class Policy(nn.Module):
         self.entropy_is_collision = False
         """If true, `Outputs.entropy` holds Σ p² instead; see `completion_logprobs`."""
         self.keeps_casts = True
-        """If true, autocast keeps its casts."""
+        """If true, each weight is cast once in a step; else in each pass, and casts take no memory
+        between passes."""
         self._projections: list[Group] = []
 
     @property
@@ -165,7 +166,7 @@ class Policy(nn.Module):
         """
         with (
             products(self.device),
-            casts(self._projections),
+            casts(self._projections if self.keeps_casts else ()),
             torch.autocast(
                 self.device.type,
                 dtype=torch.bfloat16,
