@@ -344,9 +344,7 @@ def quantize(moments: Tensor, block: int, *, is_signed: bool) -> tuple[Tensor, T
     from bitsandbytes import functional
 
     values = _values(is_signed, moments.device)
-    codes, about = functional.quantize_blockwise(
-        moments.contiguous(), code=values, blocksize=block
-    )
+    codes, about = functional.quantize_blockwise(moments.contiguous(), code=values, blocksize=block)
     return codes, about.absmax.view(*moments.shape[:-1], -1)
 
 

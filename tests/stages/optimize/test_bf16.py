@@ -131,7 +131,9 @@ def test_the_noise_is_of_seed_step_and_parameter():
         same = [torch.full_like(p, 0.0123, dtype=torch.float32) for p in ours]
         for p in ours:
             p.data.fill_(0.02)
-        made = ChunkedAdamW([{"params": list(ours)}], seed=seed, step=step, **{**OPTIONS, "lr": 6e-5})
+        made = ChunkedAdamW(
+            [{"params": list(ours)}], seed=seed, step=step, **{**OPTIONS, "lr": 6e-5}
+        )
         _step(made, ours, same)
         return [p.detach().clone() for p in ours]
 
