@@ -268,6 +268,8 @@ class Estimate:
                 has_critic=config.critic == "model",
                 recomputes=recomputes,
                 ranks=ranks if config.shard else 1,
+                is_8bit=config.optimizer == "adamw_8bit",
+                moments_on_host=config.moments_on_host,
             )
 
         asleep = self.asleep(on_gpu)
@@ -276,6 +278,10 @@ class Estimate:
             bytes_of, device_bytes, config.token_budget, config.activation_checkpointing
         )
         note = f"micro-batches of {self._microbatch(budget, in_step):.0f} tokens, {precision}"
+        if config.optimizer == "adamw_8bit":
+            note += ", moments in 8 bits"
+        if config.moments_on_host and on_gpu:
+            note += ", moments in host memory"
         if recomputes:
             note += ", activations recomputed"
         return Need("optimize", ranks, on_gpu, bytes_of(budget, recomputes) | asleep, (note,))
@@ -402,8 +408,10 @@ class Estimate:
             ranks = {"processes": count, "shard": True}
             changes = [shorter, again, cheaper]
             changes += [ranks, ranks | cheaper] if count > 1 else []
-            changes += [{"lora": {}}, {"lora": {}, **cheaper}]
-            changes += [{"precision": "bf16_stochastic", **cheaper}]
+            few_bytes = {"optimizer": "adamw_8bit"}
+            changes += [few_bytes, few_bytes | cheaper, {"lora": {}}, {"lora": {}, **cheaper}]
+            few_bytes["precision"] = "bf16_stochastic"
+            changes += [few_bytes | cheaper, few_bytes | cheaper | {"moments_on_host": True}]
             for change in changes:
                 with suppress(ValueError):  # Some settings do not go with others of the recipe.
                     changed = OptimizeConfig.model_validate({**config.model_dump(), **change})

@@ -45,6 +45,8 @@ _NOT_KNOWN = "start with a low optimize.token_budget, and look at the report's m
 _LIBRARIES = (0.6e9, 0.8e9)
 _TRAINING_LIBRARIES = (0.85e9, 0.8e9)
 _VLLM_LIBRARIES = (0.93e9, SLEEPING_BYTES)  # on a GPU with its CUDA graphs
+_MOMENTS_8BIT = 2 * (1 + 4 / 256)
+"""Bytes of a weight's two moments in 8 bits, and of their blocks' scales."""
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,8 @@ def training(
     has_critic: bool = False,
     recomputes: bool = False,
     ranks: int = 1,
+    is_8bit: bool = False,
+    moments_on_host: bool = False,
 ) -> dict[str, float]:
     """Return the bytes of a training process.
 
@@ -211,26 +215,39 @@ def training(
         has_critic: True if a second model of this shape is trained beside the policy.
         recomputes: True with activation checkpointing: layers keep only their inputs.
         ranks: Processes that shard weights, gradients and moments.
+        is_8bit: True with moments in 8 bits, gradients in bfloat16 (float32 if sharded), and casts
+            that are not kept between passes.
+        moments_on_host: True if the moments take none of the GPU's memory.
     """
     trained = shape.weights
     weights = _weights(shape, precision)
+    if precision == "bf16" and (ranks > 1 or (is_8bit and lora_rank is None)):
+        weights = 4 * shape.weights  # casts are not kept
     if lora_rank is not None:
         # Queries, keys, values, gate and up each have their own adapter input, which a joint
         # product reads only once.
         sides = 7 * shape.hidden + 2 * (shape.attention + shape.keys) + 3 * shape.intermediate
         trained = lora_rank * sides * shape.layers
-        if precision == "bf16":  # a frozen product's weights are bfloat16 alone
+        if precision == "bf16" and ranks == 1:  # a frozen product's weights are bfloat16 alone
             weights -= 4 * shape.in_layers + (2 if shape.is_tied else 4) * shape.head
         weights += 4 * trained
     models = 2 if has_critic else 1
+    width = _width(precision)
+    of_gradient = 2 if is_8bit and ranks == 1 else 4
+    of_moments = _MOMENTS_8BIT if is_8bit else 8
     memory = {
         "weights": models * weights / ranks,
-        "gradients": models * 4 * trained / ranks,
-        "moments": models * 8 * trained / ranks,
+        "gradients": models * of_gradient * trained / ranks,
+        "moments": 0 if moments_on_host and on_gpu else models * of_moments * trained / ranks,
     }
     if ranks > 1:
-        memory["whole for a moment"] = 4 * (2 * shape.outside_layers + 4 * shape.largest_layer)
-    width = _width(precision)
+        memory["whole for a moment"] = _whole(shape, width)
+    elif is_8bit and lora_rank is None:
+        # the head's gradient is summed in float32 before it is rounded
+        memory["whole for a moment"] = 4 * shape.head
+        if precision == "bf16":
+            cast = shape.largest_layer if recomputes else shape.in_layers
+            memory["whole for a moment"] += 2 * (cast + shape.head)
     stream = width if precision == "bf16_stochastic" else 4
     normed = 2 * shape.hidden if on_gpu else 0
     of_layer = 2 * shape.hidden * stream + width * (
@@ -310,6 +327,19 @@ def split_of(options: Mapping[str, Any]) -> int:
 def reward_model(weights: int, *, width: int, on_gpu: bool, split: int = 1) -> dict[str, float]:
     """Return the bytes of a reward model's process, with `split` GPUs per weight."""
     return {"weights": weights * width / split, "libraries": _LIBRARIES[on_gpu]}
+
+
+def _whole(shape: Shape, width: int) -> float:
+    """Return the bytes of what a rank of several gathers at once, in numbers of `width` bytes.
+
+    Of a layer that is itself, the next one on its way, the gradient, and its float32 copy for the
+    exchange. Embeddings and head are units of their own, unless they share their weight.
+    """
+    of_layer = (3 * width + 4) * shape.largest_layer
+    if shape.is_tied:  # they are gathered in float32, and stay whole
+        return of_layer + 8 * shape.outside_layers
+    # the head's gradient is summed in float32, and the first layer is on its way meanwhile
+    return max(of_layer, (2 * width + 4) * shape.head + width * shape.largest_layer)
 
 
 def _width(precision: str) -> int:

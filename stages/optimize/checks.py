@@ -233,7 +233,16 @@ def check_trackers(trackers: Sequence[str], folder: str | None) -> None:
 
 def check_peft() -> None:
     """Raise ConfigError if peft is not installed."""
-    if importlib.util.find_spec("peft") is None:
+    _check_installed("peft", "optimize.lora", "lora")
+
+
+def check_8bit() -> None:
+    """Raise ConfigError if bitsandbytes, which quantizes moments, is not installed."""
+    _check_installed("bitsandbytes", "optimize.optimizer adamw_8bit", "8bit")
+
+
+def _check_installed(package: str, setting: str, extra: str) -> None:
+    if importlib.util.find_spec(package) is None:
         raise ConfigError(
-            "optimize.lora", "peft is not installed here", next='pip install "quiver-rl[lora]"'
+            setting, f"{package} is not installed here", next=f'pip install "quiver-rl[{extra}]"'
         )

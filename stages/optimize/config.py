@@ -364,9 +364,16 @@ class Config(base.Config):
     """Seed of the split into mini-batches, of new adapters, and of the rounding of
     bf16_stochastic."""
     precision: Literal["auto", "fp32", "bf16", "bf16_stochastic"] = "auto"
-    """Dtype of passes and weights; AdamW's moments are always float32. auto: bf16 on a GPU, fp32 on
-    a CPU. bf16: autocast, weights in float32. bf16_stochastic: weights in bfloat16 only, rounded
-    stochastically after each step."""
+    """Dtype of passes and weights. auto: bf16 on a GPU, fp32 on a CPU. bf16: autocast, weights in
+    float32. bf16_stochastic: weights in bfloat16 only, rounded stochastically after each step."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw: gradients and moments in float32. adamw_8bit: moments in 8 bits, quantized in blocks,
+    and gradients of matrices in bfloat16. With precision bf16 a weight then takes 8 bytes in place
+    of 18, with bf16_stochastic 6. Needs the extra `8bit`."""
+    moments_on_host: Runtime[bool] = False
+    """Keep AdamW's moments in host memory, and move each to the GPU only for its part of a step.
+    The last resort: it saves their bytes on the GPU, and a step waits for the copies. Not with
+    `shard`."""
     packing: Runtime[Literal["shared", "packed", "single"]] = "shared"
     """The most that may be packed together: prompts shared by a group, whole rollouts, or nothing.
     A simpler packing is used if the model requires it."""
@@ -437,6 +444,11 @@ class Config(base.Config):
             raise ValueError(
                 f"precision {self.precision!r} does not go with shard: take 'bf16', whose weights "
                 "are float32 and sharded"
+            )
+        if self.shard and self.moments_on_host:
+            raise ValueError(
+                "moments_on_host does not go with shard, which divides the moments over the ranks: "
+                "leave one out"
             )
         if self.kl_in_reward and self.kl_coef == 0:
             raise ValueError("kl_in_reward needs kl_coef > 0")

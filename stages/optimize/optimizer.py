@@ -14,9 +14,16 @@ about |w| / 256. Rounded to nearest, most steps would never change anything. So 
 `bf16_stochastic` a weight is rounded stochastically after each step to one of its two bfloat16
 neighbours: it is right in the mean, and steps that are too small for one weight still move many.
 The random numbers follow from seed, step and parameter, so all ranks round alike, and a restart
-does too. Gradients are float32 (see `narrow`).
+does too.
 
-Reference: https://arxiv.org/abs/1502.02551 (stochastic rounding).
+With `adamw_8bit` a matrix's gradient is bfloat16, and a moment is 8 bits a number: the index into
+256 values of a dynamic quantization map, and a float32 scale for each block of a row. A step is
+computed in float32, and the new moments are quantized after it. A vector, and a matrix whose rows
+are no multiple of 64, keep float32 moments. Blocks never cross a row, so any number of ranks saves
+the same.
+
+References: https://arxiv.org/abs/1502.02551 (stochastic rounding), https://arxiv.org/abs/2110.02861
+(moments in 8 bits).
 
 Not of the spine: the trainer steps it like any optimizer of torch.
 """
@@ -26,6 +33,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +48,22 @@ from quiver.stages.core.files import write_bytes
 from quiver.stages.core.store import Version
 from quiver.stages.model.folder import load_errors
 
+from .checks import check_8bit
 from .config import Config
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+"""The moments, by their keys; the second is never below 0."""
+_SCALE = "_scale"
+"""End of the key of a quantized moment's scales, one for each block."""
+_MOMENTS = (*_IS_SIGNED, *(key + _SCALE for key in _IS_SIGNED))
+_BLOCKS = (256, 128, 64)
+"""Numbers that share a scale: the most that a row is a multiple of."""
 _REST = "rest"
 """Key of what a weight lost when it was rounded to bfloat16 on disk, stored beside its moments."""
-_MASTER = "master"
-"""Key of the float32 weight itself, which earlier versions stored."""
 _FILE_BYTES = 10**9
 """Largest file of tensors. While one is written, the ones before it are flushed and hashed."""
-_CHUNK = 1 << 20
-"""Numbers rounded at a time, which bounds the memory for random bits."""
+_CHUNK = 1 << 22
+"""Numbers stepped at a time, which bounds the memory for their float32 values."""
 _PIECE = 1 << 18
 """Number of squares that are summed in float32."""
 
@@ -69,8 +82,10 @@ def make_optimizer(
         critic_rate = config.critic_learning_rate or config.learning_rate
         groups += _groups(config, critic, scale=critic_rate / config.learning_rate)
     options = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
-    if config.precision == "bf16_stochastic":
-        return Bf16AdamW(groups, seed=config.seed, step=step, **options)
+    is_8bit = config.optimizer == "adamw_8bit"
+    if is_8bit or config.moments_on_host or config.precision == "bf16_stochastic":
+        options |= {"is_8bit": is_8bit, "on_host": config.moments_on_host}
+        return ChunkedAdamW(groups, seed=config.seed, step=step, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
@@ -97,7 +112,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
         torch.distributed.all_reduce(square)
         return square.sqrt().float()
     if not gradients or gradients[0].device.type != "cpu":
-        return torch.nn.utils.get_total_norm(gradients)
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
     squares = [
         piece.dot(piece)
         for gradient in gradients
@@ -173,7 +189,7 @@ def load_optimizer_state(
     parameters = dict(model.named_parameters())
     for key, saved in tensors.items():
         kind, _, name = key.partition(".")
-        if key == "updates":
+        if key == "updates" or kind.endswith(_SCALE):
             continue
         parameter = parameters.get(name)
         if parameter is None or saved.shape != parameter.shape:
@@ -182,34 +198,56 @@ def load_optimizer_state(
                 f"{name} is missing or of another shape",
                 next="set optimize.load_optimizer = false",
             )
-        tensor = like(saved, parameter)
-        if kind in _MOMENTS:
-            moments = optimizer.state[parameter]
-            moments[kind] = tensor
-            moments["step"] = tensors["updates"].reshape(()).clone().to(parameter.device)
-        elif parameter.dtype == torch.float32 and kind == _REST:
-            local(parameter.detach()).view(torch.int32).add_(local(tensor))
-        elif parameter.dtype == torch.float32:
-            with torch.no_grad():
-                parameter.copy_(tensor)
+        if kind == _REST:
+            if parameter.dtype == torch.float32:
+                local(parameter.detach()).view(torch.int32).add_(local(like(saved, parameter)))
+            continue
+        scales = tensors.get(f"{kind}{_SCALE}.{name}")
+        block = _block(optimizer, parameter)
+        is_signed = _IS_SIGNED[kind]
+        moment = saved
+        if scales is None and block:
+            moment, scales = quantize(saved, block, is_signed=is_signed)
+        elif scales is not None and not block:
+            moment, scales = dequantize(saved, scales, is_signed=is_signed), None
+        moments = optimizer.state[parameter]
+        moments[kind] = like(moment, parameter, on_host=_is_on_host(optimizer))
+        if scales is not None:
+            moments[kind + _SCALE] = like(scales, parameter, on_host=_is_on_host(optimizer))
+        moments["step"] = tensors["updates"].reshape(()).clone().to(parameter.device)
 
 
-# -- weights in bfloat16
+# -- weights and moments that are not float32
 
 
-class Bf16AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with stochastic rounding of bfloat16 weights.
+class ChunkedAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` over a few million numbers at a time.
 
-    Parameters in float32, such as a value head's, are treated as AdamW does.
+    Weights in bfloat16, moments in 8 bits and moments in host memory are float32 on the device only
+    for their own part of the step. A bfloat16 weight is rounded stochastically. What is float32 and
+    on the device takes AdamW's own step, bit for bit.
     """
 
     def __init__(
-        self, groups: Iterable[dict[str, Any]], *, seed: int, step: int, **options: Any
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        seed: int,
+        step: int,
+        is_8bit: bool = False,
+        on_host: bool = False,
+        **options: Any,
     ) -> None:
+        """`step`: steps over the policy's life. `is_8bit`: quantize the moments. `on_host`: keep
+        them in host memory."""
         super().__init__(groups, fused=True, **options)
+        if is_8bit:
+            check_8bit()
         self.seed = seed
         self.number = step
         """Steps over the policy's life."""
+        self.is_8bit = is_8bit
+        self.on_host = on_host
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -221,36 +259,135 @@ class Bf16AdamW(torch.optim.AdamW):
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
-                wide = parameter.float()  # the tensor itself if float32, else a copy
                 if "step" not in state:
-                    state["step"] = torch.zeros((), device=wide.device)
-                    state["exp_avg"] = torch.zeros_like(wide)
-                    state["exp_avg_sq"] = torch.zeros_like(wide)
-                adamw(
-                    [wide],
-                    [parameter.grad.float()],
-                    [state["exp_avg"]],
-                    [state["exp_avg_sq"]],
-                    [],
-                    [state["step"]],
-                    fused=True,
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
-                if parameter.dtype != torch.bfloat16:
-                    continue
+                    state["step"] = torch.zeros((), device=parameter.device)
+                    for key, (shape, dtype) in moment_shapes(self, parameter).items():
+                        zeros = torch.zeros(shape, dtype=dtype)
+                        state[key] = like(zeros, parameter, on_host=self.on_host)
                 seed = np.random.SeedSequence([self.seed, self.number, index]).generate_state(1)[0]
                 generator = torch.Generator(parameter.device)
                 generator.manual_seed(int(seed))
-                chunks = (tensor.view(-1).split(_CHUNK) for tensor in (parameter, wide))
-                for narrow_chunk, wide_chunk in zip(*chunks, strict=True):
-                    narrow_chunk.copy_(round_by_chance(wide_chunk, generator))
+                self._step_one(parameter, state, group, generator)
+                state["step"] += 1
         self.number += 1
+
+    def _step_one(
+        self,
+        parameter: nn.Parameter,
+        state: dict[str, Tensor],
+        group: dict[str, Any],
+        generator: torch.Generator,
+    ) -> None:
+        weights = local(parameter).view(-1)
+        gradients = local(parameter.grad).reshape(-1)
+        for start in range(0, len(weights), _CHUNK):
+            piece = slice(start, start + _CHUNK)
+            wide = weights[piece].float()  # the weights themselves if float32, else a copy
+            moments = {key: _read(state, key, piece, wide.device) for key in _IS_SIGNED}
+            adamw(
+                [wide],
+                [gradients[piece].float()],
+                [moments["exp_avg"]],
+                [moments["exp_avg_sq"]],
+                [],
+                [state["step"].clone()],
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+            for key, moment in moments.items():
+                _write(state, key, piece, moment)
+            if parameter.dtype == torch.bfloat16:
+                weights[piece] = round_by_chance(wide, generator)
+
+
+def moment_shapes(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter
+) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of each tensor that holds moments of `parameter`, by its key."""
+    block = _block(optimizer, parameter)
+    if not block:
+        return dict.fromkeys(_IS_SIGNED, (parameter.shape, torch.float32))
+    scales = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // block))
+    shapes = dict.fromkeys(_IS_SIGNED, (parameter.shape, torch.uint8))
+    return shapes | {key + _SCALE: (scales, torch.float32) for key in _IS_SIGNED}
+
+
+def _block(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:
+    """Return how many moments of `parameter` share a scale; 0 if they are float32."""
+    if parameter.ndim < 2 or not getattr(optimizer, "is_8bit", False):
+        return 0
+    return next((block for block in _BLOCKS if parameter.shape[-1] % block == 0), 0)
+
+
+def _is_on_host(optimizer: torch.optim.Optimizer) -> bool:
+    return getattr(optimizer, "on_host", False)
+
+
+def _pieces(state: dict[str, Tensor], key: str, piece: slice) -> tuple[Tensor, Tensor | None]:
+    """Return the stored moments at `piece` and, if they are quantized, their scales."""
+    stored = local(state[key]).view(-1)
+    if key + _SCALE not in state:
+        return stored[piece], None
+    scales = local(state[key + _SCALE]).view(-1)
+    block = len(stored) // len(scales)
+    return stored[piece], scales[piece.start // block : piece.stop // block]
+
+
+def _read(state: dict[str, Tensor], key: str, piece: slice, device: torch.device) -> Tensor:
+    """Return moments as float32 on `device`: the stored ones themselves if they are so."""
+    stored, scales = (
+        None if each is None else each.to(device) for each in _pieces(state, key, piece)
+    )
+    if scales is None:
+        return stored
+    return dequantize(stored, scales, is_signed=_IS_SIGNED[key])
+
+
+def _write(state: dict[str, Tensor], key: str, piece: slice, moments: Tensor) -> None:
+    """Store the moments that `_read` returned."""
+    stored, scales = _pieces(state, key, piece)
+    if scales is not None:
+        block = len(stored) // len(scales)
+        moments, new_scales = quantize(moments, block, is_signed=_IS_SIGNED[key])
+        scales.copy_(new_scales)
+    if moments.data_ptr() != stored.data_ptr():
+        stored.copy_(moments)
+
+
+def quantize(moments: Tensor, block: int, *, is_signed: bool) -> tuple[Tensor, Tensor]:
+    """Return the codes, uint8 in the shape of `moments` […, d], and the scales […, d / block]."""
+    from bitsandbytes import functional
+
+    values = _values(is_signed, moments.device)
+    codes, about = functional.quantize_blockwise(moments.contiguous(), code=values, blocksize=block)
+    return codes, about.absmax.view(*moments.shape[:-1], -1)
+
+
+def dequantize(codes: Tensor, scales: Tensor, *, is_signed: bool) -> Tensor:
+    """Return the moments of `quantize`'s codes and scales, rounded, in float32."""
+    check_8bit()
+    from bitsandbytes import functional
+
+    return functional.dequantize_blockwise(
+        codes.contiguous(),
+        absmax=scales.reshape(-1),
+        code=_values(is_signed, codes.device),
+        blocksize=codes.numel() // scales.numel(),
+    )
+
+
+@cache
+def _values(is_signed: bool, device: torch.device) -> Tensor:
+    """Return the 256 values of a code, within [−1, 1] or [0, 1]."""
+    from bitsandbytes import functional
+
+    return functional.create_dynamic_map(signed=is_signed).to(device)
 
 
 def round_by_chance(values: Tensor, generator: torch.Generator) -> Tensor:
@@ -374,8 +511,8 @@ class SavedState:
             expected[f"weight.{number}"] = (parameter.shape, parameter.dtype)
             if f"step.{number}" in tensors:
                 expected[f"step.{number}"] = (torch.Size(), torch.float32)
-                for key in ("exp_avg", "exp_avg_sq"):
-                    expected[f"{key}.{number}"] = (parameter.shape, torch.float32)
+                for key, about in moment_shapes(self.optimizer, parameter).items():
+                    expected[f"{key}.{number}"] = about
         if {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} != expected:
             raise ValueError("its tensors do not belong to this training")
 
@@ -389,10 +526,12 @@ class SavedState:
             key, _, number = name.partition(".")
             if number and key != "weight":
                 parameter = self.parameters[int(number)]
-                self.optimizer.state[parameter][key] = like(tensor, parameter)
+                on_host = key in _MOMENTS and _is_on_host(self.optimizer)
+                state = self.optimizer.state[parameter]
+                state[key] = like(tensor, parameter, on_host=on_host)
         for name in _COUNTERS:
             setattr(self, name, counters[name])
-        if isinstance(self.optimizer, Bf16AdamW):
+        if isinstance(self.optimizer, ChunkedAdamW):
             self.optimizer.number = self.step
 
 
@@ -409,9 +548,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def like(tensor: Tensor, parameter: Tensor) -> Tensor:
+def like(tensor: Tensor, parameter: Tensor, *, on_host: bool = False) -> Tensor:
     """Return the whole `tensor` on the device of `parameter` or, if that is sharded, this rank's
-    rows of it. A step count has no rows and stays whole."""
+    rows of it. A step count has no rows and stays whole. `on_host`: keep it in host memory, from
+    which a GPU copies fast."""
+    if on_host:
+        return tensor.pin_memory() if parameter.device.type == "cuda" else tensor.cpu()
     if not is_sharded(parameter) or not tensor.ndim:
         return tensor.to(parameter.device)
     from torch.distributed.tensor import DTensor

@@ -7,6 +7,10 @@ computes.
     rank 1   rows 4 … 7                 ├─ all, of one layer ─ gradient ───┤  gradient, summed
     rank 2   rows 8 … 9                ─┘  (in each pass)                  └─ over ranks, …
 
+Under `bf16` each rank's rows are float32, and what is gathered is bfloat16: half of what travels,
+and of what is whole for a moment. Input and output embedding are gathered by themselves, like a
+layer, unless they share their weight.
+
 Every pass is an exchange in which all ranks take part, so a rank that has no micro-batch left runs
 a pass with a gradient of 0. Gradients are summed in float32, not averaged, since each token's
 weight is computed for the whole step. Policies, optimizer states and saved trainings are read and
@@ -26,28 +30,29 @@ import logging
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model.forward.encoder_decoder import Pairs
 from quiver.stages.model.forward.layout import Layout, Sequences
 from quiver.stages.model.forward.modules import fuse_modules
 from quiver.stages.model.forward.policy import Outputs, Policy
-from quiver.stages.model.memory import layers_of
+from quiver.stages.model.memory import layers_of, uses_of
 
 from .optimizer import is_sharded
 from .trainer import Trainer
 
 _REGION_BYTES = 1 << 32
 _ALIGNMENT = 64
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
@@ -78,11 +83,17 @@ class ShardedPolicy(Policy):
                 "transformers names no layers of this model, so each pass gathers the whole model"
             )
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        dtypes = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if self.autocast else None,
+            reduce_dtype=torch.float32,
+            output_dtype=torch.float32 if self.autocast else None,
+            cast_forward_inputs=False,
+        )
         in_layers = {module for layer in layers for module in layer.modules()}
-        for layer in layers:
-            self._place(layer.parameters())
-            self._recompute(layer)
-            fully_shard(layer, mesh=mesh)
+        for unit in [*layers, *self._embeddings(trunks)]:
+            self._place(unit.parameters())
+            self._recompute(unit)
+            fully_shard(unit, mesh=mesh, mp_policy=dtypes)
         self._place(parameter for parameter in self.parameters() if not is_sharded(parameter))
         for module in self.modules():
             if module not in in_layers and not [*module.children()]:
@@ -102,6 +113,14 @@ class ShardedPolicy(Policy):
             return call() if self._is_running else self(call)
 
         model.forward = whole_pass
+
+    def _embeddings(self, trunks: Sequence[nn.Module]) -> Iterator[nn.Module]:
+        """Yield the input and output embeddings of `trunks` whose weight is used only there."""
+        uses = uses_of(self)
+        for trunk in trunks:
+            for module in (trunk.get_input_embeddings(), trunk.get_output_embeddings()):
+                if module is not None and uses[id(module.weight)] == 1:
+                    yield module
 
     def _place(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -133,6 +152,17 @@ class ShardedPolicy(Policy):
             raise
         finally:
             self._is_running = False
+
+    def read_head(self, head: nn.Module, read: Callable[[Tensor], T], hidden: Tensor) -> T:
+        """Call `read` as the forward pass of `head`, so that its weights are whole meanwhile."""
+        if not isinstance(head, FSDPModule):
+            return read(hidden)
+        forward = head.forward
+        head.forward = read
+        try:
+            return head(hidden)
+        finally:
+            head.forward = forward
 
     def watch(self, prefix: str, module: nn.Module, arguments: object) -> None:
         """Add to `given`, from now on, the weights of `module` that get a gradient; they are whole

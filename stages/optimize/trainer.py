@@ -48,7 +48,7 @@ from .config import Config
 from .critic import ValueHead, with_trunk
 from .lora import narrow_frozen
 from .objective import NUM_SUMS, Objective
-from .optimizer import SavedState, learning_rate, make_optimizer, total_norm
+from .optimizer import SavedState, is_sharded, learning_rate, make_optimizer, total_norm
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -146,6 +146,8 @@ class Trainer(SavedState):
                 has_critic=self.policy.value_trunk is not None,
                 recomputes=recomputes,
                 ranks=self.accelerator.num_processes if config.shard else 1,
+                is_8bit=config.optimizer == "adamw_8bit",
+                moments_on_host=config.moments_on_host,
             )
 
         recomputes = config.activation_checkpointing
@@ -191,6 +193,12 @@ class Trainer(SavedState):
             narrow(self.model)
         if config.lora and self.precision == "bf16":
             narrow_frozen(self.model)
+        if config.optimizer == "adamw_8bit":
+            self.policy.keeps_casts = False
+            for parameter in self.policy.parameters():
+                # ranks that shard weights sum the parts of a gradient in float32
+                if parameter.requires_grad and parameter.ndim > 1 and not is_sharded(parameter):
+                    parameter.grad_dtype = torch.bfloat16
         self.policy.entropy_gradient = self.objective.has_bonus
         self.policy.fuse()  # after every change that moves weights in memory
         self.kernel = None
@@ -486,7 +494,8 @@ class Trainer(SavedState):
             if given and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             if given:
-                parameter.grad = self.accelerator.reduce(parameter.grad, "sum")
+                gradient = self.accelerator.reduce(parameter.grad.float(), "sum")
+                parameter.grad = gradient.to(parameter.grad_dtype)
 
     def apply(self, update: Mapping[str, Any]) -> dict[str, Any]:
         """Clip the gradient and take the step if loss and gradient are finite. All ranks see the

@@ -15,7 +15,8 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ from .packing import Piece, make_pieces, pack
 from .precision import products
 from .projections import Group, casts, fuse_projections
 from .transfer import to_device
+
+T = TypeVar("T")
 
 
 class Outputs(NamedTuple):
@@ -78,7 +81,8 @@ class Policy(nn.Module):
         self.entropy_is_collision = False
         """If true, `Outputs.entropy` holds Σ p² instead; see `completion_logprobs`."""
         self.keeps_casts = True
-        """If true, autocast keeps its casts."""
+        """If true, each weight is cast once in a step; else in each pass, and casts take no memory
+        between passes."""
         self._projections: list[Group] = []
 
     @property
@@ -170,7 +174,7 @@ class Policy(nn.Module):
         """
         with (
             products(self.device),
-            casts(self._projections),
+            casts(self._projections if self.keeps_casts else ()),
             torch.autocast(
                 self.device.type,
                 dtype=torch.bfloat16,
@@ -190,21 +194,27 @@ class Policy(nn.Module):
             with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
                 hidden = self._hidden(self.model, layout)
                 logits_bias = getattr(self.model, "final_logits_bias", None)
-                logprobs, entropy = completion_logprobs(
-                    hidden,
-                    self.model.get_output_embeddings(),
-                    layout.targets,
-                    layout.temperature,
-                    self.shaping,
-                    None if logits_bias is None else logits_bias.flatten(),
+                head = self.model.get_output_embeddings()
+                read = partial(
+                    completion_logprobs,
+                    head=head,
+                    targets=layout.targets,
+                    temperature=layout.temperature,
+                    shaping=self.shaping,
+                    offset=None if logits_bias is None else logits_bias.flatten(),
                     entropy_gradient=self.entropy_gradient and not self.entropy_is_collision,
                     collision=self.entropy_is_collision,
                 )
+                logprobs, entropy = self.read_head(head, read, hidden)
             if self.value_head is None:
                 return Outputs(logprobs, entropy, None)
             if self.value_trunk is not None:
                 hidden = self._hidden(self.value_trunk, layout)
             return Outputs(logprobs, entropy, self.value_head(hidden))
+
+    def read_head(self, head: nn.Module, read: Callable[[Tensor], T], hidden: Tensor) -> T:
+        """Return `read(hidden)`, which reads the weights of the output embedding `head`."""
+        return read(hidden)
 
     def _hidden(self, trunk: nn.Module, layout: Layout | Pairs) -> Tensor:
         """Return [n, d] hidden states of `trunk` that predict the layout's targets."""

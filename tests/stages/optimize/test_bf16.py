@@ -10,7 +10,7 @@ import torch
 from quiver.stages.model.forward.precision import narrow
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.optimizer import (
-    Bf16AdamW,
+    ChunkedAdamW,
     load_optimizer_state,
     round_by_chance,
     round_weights,
@@ -100,7 +100,7 @@ def test_a_weight_takes_torchs_step_and_is_rounded_by_chance():
     options = {**OPTIONS, "lr": 2e-5}  # a sixth of what lies between two bfloat16 there
     _step(torch.optim.AdamW(plain, **options), plain, gradients)
     _step(
-        Bf16AdamW([{"params": [ours, head]}], seed=0, step=0, **options),
+        ChunkedAdamW([{"params": [ours, head]}], seed=0, step=0, **options),
         [ours, head],
         gradients,
     )
@@ -119,7 +119,7 @@ def test_small_steps_add_up():
     rate = 2.0**-8 / 100
     weights = torch.nn.Parameter(torch.ones(2000))
     narrow(torch.nn.ParameterList([weights]))
-    made = Bf16AdamW([{"params": [weights]}], seed=0, step=0, lr=rate)
+    made = ChunkedAdamW([{"params": [weights]}], seed=0, step=0, lr=rate)
     for _ in range(600):
         _step(made, [weights], [torch.ones(2000)])
     mean = weights.detach().double().mean().item()
@@ -133,7 +133,9 @@ def test_the_noise_is_of_seed_step_and_parameter():
         same = [torch.full_like(p, 0.0123, dtype=torch.float32) for p in ours]
         for p in ours:
             p.data.fill_(0.02)
-        made = Bf16AdamW([{"params": list(ours)}], seed=seed, step=step, **{**OPTIONS, "lr": 6e-5})
+        made = ChunkedAdamW(
+            [{"params": list(ours)}], seed=seed, step=step, **{**OPTIONS, "lr": 6e-5}
+        )
         _step(made, ours, same)
         return [p.detach().clone() for p in ours]
 

@@ -46,6 +46,8 @@ CASES = {
         "entropy_coef": 0.01,
     },
     "sharded critic": {**PPO, "shard": True, "critic": "model"},
+    "sharded 8bit": {**LINEAR, "shard": True, "optimizer": "adamw_8bit"},
+    "8bit": {**LINEAR, "optimizer": "adamw_8bit"},
 }
 SLOW_CASES = {
     "sharded packed": {
