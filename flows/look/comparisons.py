@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .words import aligned, number, score_of
+from .words import aligned, counted, number, score_of
 
 
 def interval_of(interval: Sequence[float] | None, sign: str = "") -> str:
@@ -42,3 +42,28 @@ def comparison_lines(answer: Mapping[str, Any]) -> list[str]:
             notes.append(f"note on {after['ref']}: compared with {compared['a']['ref']}")
     best = "The best of several is biased upwards: measure it again on fresh rows."
     return [*aligned(rows), *notes, best]
+
+
+def estimate_lines(answer: Mapping[str, Any], recipe: str) -> list[str]:
+    """Return the table of `estimation.estimate`. `recipe`: its file, for the commands named."""
+    lines = [
+        f"from {used['rollouts']}: {counted(used['rows'], 'row')}, sampled by {used['policy']} "
+        f"(score {used['score']:.4f}; gap to the engine {used['gap']:.2g} nats a token)"
+        for used in answer["from"]
+    ]
+    header = ("policy", "estimate", "95 % interval", "effective rows", "KL a row", "mean weight")
+    rows = [(*header, "k̂")]
+    refused = []
+    for each in answer["estimates"]:
+        policy = each["policy"]
+        if each["estimate"] is not None:
+            effective = f"{each['effective_rows']:,.0f} of {each['rows']:,}"
+            numbers = [f"{each[name]:.2f}" for name in ("kl", "mean_weight", "pareto_k")]
+            interval = interval_of(each["interval"])
+            rows.append((policy, f"{each['estimate']:.4f}", interval, effective, *numbers))
+        elif "rows" in each:
+            command = f"quiver evaluate {recipe} --policy {policy}"
+            refused.append(f"{policy}  too far: {each['refused']}; sample instead: `{command}`")
+        else:
+            refused.append(f"{policy}  left out: {each['refused']}")
+    return [*lines, *(aligned(rows) if len(rows) > 1 else []), *refused]

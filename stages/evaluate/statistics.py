@@ -175,7 +175,7 @@ def paired_p_value(differences: Sequence[float], step: float = 0.0) -> float:
     if len(differences) < 2 or not any(differences):
         return 1.0
     mean, stderr, degrees = _paired(differences, step)
-    if not stderr:
+    if stderr < 1e-9 * abs(mean):
         return 2.0 ** (1 - len(differences))
     return 2 * (1 - student_cdf(abs(mean) / stderr, degrees))
 
