@@ -123,7 +123,7 @@ def estimated(store, policies, *evaluations):
 
 
 def test_an_estimate_is_the_expected_score_over_every_sequence(store, policy, tmp_path):
-    near, far = (
+    near, _far = (
         nudged(store, tmp_path / run, run, size) for run, size in (("near", 0.01), ("far", 0.5))
     )
     evaluation, rows, asked = sampled_by(store, policy, "a", 0)
