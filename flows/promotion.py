@@ -100,7 +100,7 @@ class Judgement(NamedTuple):
 def judge(promotion: Promotion, metrics: dict[str, Any]) -> Judgement:
     """Judge an evaluation with a baseline by the metrics of its manifest.
 
-        better  ⇔  difference − z(confidence) · stderr ≥ margin, and the difference is above 0
+        better  ⇔  difference − t(confidence) · stderr ≥ margin, and the difference is above 0
 
     Raises LineageError if the metrics lack the difference.
     """

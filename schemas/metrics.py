@@ -7,7 +7,7 @@ Not of the spine: a stage writes its metrics freely, and this check runs when th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,11 +22,12 @@ class _Metrics(BaseModel):
 
 
 class _Estimate(_Metrics):
-    """A mean over prompts. `stderr` is None if there is only one prompt."""
+    """A mean over prompts. `stderr` and `interval` are None if there is only one prompt."""
 
     score: float
     stderr: Number
     n: int
+    interval: Sequence[float] | None = None
 
 
 class _Difference(_Metrics):

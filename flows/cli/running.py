@@ -16,6 +16,7 @@ from quiver.flows.look.words import counted
 from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, printable
 from quiver.stages import CHAIN
 
+from . import completion
 from .shared import (
     Force,
     NamedVersion,
@@ -181,6 +182,39 @@ def nightly(
 def _today() -> str:
     """Return the default name of a night: the date in UTC."""
     return f"{datetime.now(UTC):%Y-%m-%d}"
+
+
+def estimate(
+    recipe: RecipeFile,
+    policy: Annotated[
+        list[str],
+        typer.Option(
+            help="run/policy@version; may be repeated", autocompletion=completion.references
+        ),
+    ],
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from",
+            help="evaluation whose rollouts to use; may be repeated. Default: the run's newest one "
+            "of a policy that the first --policy was trained from",
+            autocompletion=completion.references,
+        ),
+    ] = None,
+    store: StorePath = None,
+    settings: Settings = None,
+) -> None:
+    """Estimate what policies score on held-out rows, from rollouts of another policy. Nothing is
+    sampled; what cannot be estimated is refused."""
+    from quiver.flows.calls import by_hand
+    from quiver.flows.estimation import estimate as estimate_policies
+    from quiver.flows.look.comparisons import estimate_lines
+    from quiver.flows.look.live import shown_live
+
+    loaded = read_recipe(recipe, settings, store)
+    with shown_live(), by_hand(loaded):
+        answer = estimate_policies(loaded, policy, source or [])
+    say(answer, estimate_lines(answer, str(recipe)))
 
 
 def _stage_command(name: str, help: str) -> Callable[..., None]:

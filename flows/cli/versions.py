@@ -211,16 +211,30 @@ def compare(
         str,
         typer.Argument(metavar="B", help=Compared, autocompletion=completion.runs_and_references),
     ],
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[C]...",
+            help="more to compare with A; Holm's correction is for all of them",
+            autocompletion=completion.runs_and_references,
+        ),
+    ] = None,
     store: StorePath = None,
 ) -> None:
-    """Show how much better B scores than A, prompt by prompt."""
+    """Show how much better B scores than A, prompt by prompt; also C, D and so on."""
+    from quiver.flows.look.comparisons import comparison_lines
     from quiver.flows.look.paired import find_evaluations
     from quiver.flows.look.templates import lines
-    from quiver.stages.evaluate.comparison import compare as compare_evaluations
+    from quiver.stages.evaluate import comparison
 
     opened = open_store(store)
-    answer = compare_evaluations(opened, *find_evaluations(opened, first, second))
-    say(answer, lines("comparison", answer))
+    pairs = [find_evaluations(opened, first, other) for other in (second, *(more or []))]
+    if more:
+        answer = comparison.compare_each(opened, pairs)
+        say(answer, comparison_lines(answer))
+    else:
+        answer = comparison.compare(opened, *pairs[0])
+        say(answer, lines("comparison", answer))
 
 
 def verify(

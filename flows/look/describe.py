@@ -19,6 +19,7 @@ from quiver.schemas.metrics import score_numbers
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.listing import Summary
+from quiver.stages.evaluate.statistics import CONFIDENCE, student_quantile
 
 from .episodes import Piece, in_words, numbers_of, pieces_of
 from .gather import STEP_COLUMNS, Manifests, metric
@@ -36,8 +37,6 @@ MOST_TURNS = 20
 OBSERVED = "│ "
 """Prefix of each line of an observation, to show that it is not trained on."""
 _LONGEST_NAME = 40
-Z = 1.96
-"""Half the width of a normal 95 % interval, in standard errors."""
 
 
 # -- one version
@@ -120,10 +119,12 @@ def score_line(metrics: Mapping[str, Any]) -> str:
     prompts = counted(metrics["n"], "prompt")
     if stderr is None:
         return f"{number(score)} over {prompts}"
-    low, high = score - Z * stderr, score + Z * stderr
+    half = student_quantile((1 + CONFIDENCE) / 2, metrics["n"] - 1) * stderr
+    # an evaluation made by an earlier Quiver has no interval
+    low, high = metrics.get("interval") or (score - half, score + half)
     return (
-        f"{score:.4f} ± {stderr:.4f} (standard error), 95 % interval {low:.4f} … {high:.4f}, "
-        f"over {prompts}"
+        f"{score:.4f} ± {stderr:.4f} (standard error), 95 % interval "
+        f"{low:.4f} … {high:.4f}, over {prompts}"
     )
 
 

@@ -5,10 +5,12 @@ They are paired by the prompts' contents, so their run, recipe, policy and row n
 Refused: evaluations of different scores, and evaluations without a prompt in common.
 
     compare(store, store.open("a/evaluations@1"), store.open("b/evaluations@4"))
+    compare_each(store, [(first, second), (first, third)])      # with Holm's correction
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,8 +24,7 @@ from quiver.stages.core.store import Store, Version
 from . import estimators
 from .config import Config
 from .stage import scores_by_group, threshold_of
-
-CONFIDENCE = 0.95
+from .statistics import CONFIDENCE, holm
 
 
 def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
@@ -32,8 +33,8 @@ def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
     Returns:
         a, b: reference, policy, score, stderr and n of each; `null`, answers left out; `limited`,
             cut answers, which count as `limited_score`
-        difference: b − a of the score and of each pass@k that both measured, with stderr, n and the
-            ends of a 95 % interval
+        difference: b − a of the score and of each pass@k that both measured, with stderr, n, the
+            ends of a 95 % interval and the p-value
         confidence: 0.95
         better, worse, equal: number of prompts with a higher, lower or equal mean score in b
         only_a, only_b: prompts that only one of them has a score for
@@ -70,7 +71,6 @@ def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
         scores_a,
         [k for k in config_a.k if k in config_b.k],
         (threshold_of(config_b), threshold_of(config_a)),
-        CONFIDENCE,
     )
     return {
         "a": _summary(a),
@@ -82,8 +82,22 @@ def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
         "equal": changes.count(0),
         "only_a": len(scores_a) - num_paired,
         "only_b": len(scores_b) - num_paired,
-        "notes": _notes(store, a, b, config_a, config_b),
+        "notes": notes_on(store, a, b, config_a, config_b),
     }
+
+
+def compare_each(store: Store, pairs: Sequence[tuple[Version, Version]]) -> dict[str, Any]:
+    """Compare the evaluations of each pair.
+
+    Returns `comparisons`, the answers of `compare`. In each, `difference.score` also has `p_holm`,
+    its p-value corrected for the number of pairs, and `told_apart`: it is at most 0.05.
+    """
+    comparisons = [compare(store, *pair) for pair in pairs]
+    scores = [answer["difference"]["score"] for answer in comparisons]
+    for score, corrected in zip(scores, holm([score["p"] for score in scores]), strict=True):
+        score["p_holm"] = corrected
+        score["told_apart"] = corrected <= 1 - CONFIDENCE
+    return {"confidence": CONFIDENCE, "comparisons": comparisons}
 
 
 def _summary(evaluation: Version) -> dict[str, Any]:
@@ -95,7 +109,7 @@ def _summary(evaluation: Version) -> dict[str, Any]:
     }
 
 
-def _notes(store: Store, a: Version, b: Version, config_a: Config, config_b: Config) -> list[str]:
+def notes_on(store: Store, a: Version, b: Version, config_a: Config, config_b: Config) -> list[str]:
     """Return notes on what may explain the numbers, such as differences of the configs."""
     notes = []
     if a.ref == b.ref:

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
-import numpy as np
-
-_RESAMPLES = 4000
-_MOST_AT_ONCE = 2**22  # numbers drawn at a time
+from .statistics import paired_interval, paired_p_value, score_interval, student_quantile
 
 
 class Estimate(NamedTuple):
@@ -84,25 +80,11 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def mean_pass_at_k(groups: Mapping[str, Sequence[float]], k: int, threshold: float) -> Estimate:
-    """Average the pass@k of each group with `clustered_mean`; a sample is correct if its score is
-    at least `threshold`.
-
-    Groups with fewer than k scores are left out, so n says how many took part.
-
-    Raises: ValueError if no group has k scores.
-
-    >>> mean_pass_at_k({"a": [1.0, 0.0, 0.0, 0.0], "b": [0.0, 0.0], "c": [1.0]}, 2, 1.0)
-    Estimate(score=0.25, stderr=0.25, n=2)
-    """
-    passes = group_passes(groups, k, threshold)
-    return clustered_mean({group: [estimate] for group, estimate in passes.items()})
-
-
 def group_passes(
     groups: Mapping[str, Sequence[float]], k: int, threshold: float
 ) -> dict[str, float]:
-    """Return the pass@k of each group that has k scores."""
+    """Return the pass@k of each group that has k scores; a sample is correct if its score is at
+    least `threshold`."""
     return {
         group: pass_at_k(len(scores), sum(score >= threshold for score in scores), k)
         for group, scores in groups.items()
@@ -133,53 +115,25 @@ def paired_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) ->
 
 
 def lower_bound(estimate: Estimate, confidence: float) -> float | None:
-    """Return the one-sided lower confidence bound of an estimate, score − z · stderr; None without
+    """Return the one-sided lower confidence bound of an estimate, score − t · stderr; None without
     a standard error.
 
-    z is the normal quantile of `confidence`: 0.5 gives the score itself, 0.95 gives score − 1.645 ·
-    stderr. With fewer than about 30 groups the normal quantile is too small, so the bound is too
-    high.
+    t is the quantile of `confidence` in Student's distribution with n − 1 degrees of freedom: 0.5
+    gives the score itself, 0.95 gives score − 1.685 · stderr with 40 groups.
 
     >>> lower_bound(Estimate(0.25, 0.125, 40), 0.5)
     0.25
     """
     if estimate.stderr is None:
         return None
-    return estimate.score - NormalDist().inv_cdf(confidence) * estimate.stderr
+    return estimate.score - student_quantile(confidence, estimate.n - 1) * estimate.stderr
 
 
-def bootstrap_interval(
-    differences: Sequence[float], confidence: float, seed: int = 0
-) -> tuple[float, float] | None:
-    """Return the percentile bootstrap interval of the mean of `differences`; None for fewer than
-    two.
-
-    Each resample draws n prompts with replacement; the interval's ends are the (1 − confidence) / 2
-    and (1 + confidence) / 2 quantiles of the means. It assumes no normal distribution but, like any
-    interval, is too short with few prompts. The same differences and seed give the same interval.
-
-    Args:
-        differences: [n], one for each prompt.
-        confidence: Between 0 and 1.
-        seed: Seed of the resamples.
-    Reference: B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
-
-    >>> bootstrap_interval([0.5, 0.5, 0.5], 0.95)
-    (0.5, 0.5)
-    """
-    n = len(differences)
-    if n < 2:
-        return None
-    drawn = np.random.RandomState(seed)
-    values = np.asarray(differences, np.float64)
-    means: list[np.ndarray] = []
-    rows = max(1, _MOST_AT_ONCE // n)
-    for start in range(0, _RESAMPLES, rows):
-        size = (min(rows, _RESAMPLES - start), n)
-        means.append(values[drawn.randint(n, size=size)].mean(axis=1))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
-    return float(low), float(high)
+def with_interval(groups: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return `clustered_mean` as plain numbers, with the 95 % interval by `score_interval`."""
+    estimate = clustered_mean(groups)
+    scores = [score for of_group in groups.values() for score in of_group]
+    return {**estimate._asdict(), "interval": score_interval(*estimate, scores, len(scores))}
 
 
 def differences(
@@ -187,27 +141,23 @@ def differences(
     theirs: Mapping[str, Sequence[float]],
     passes_at: Sequence[int],
     thresholds: tuple[float, float],
-    confidence: float | None = None,
 ) -> dict[str, Any]:
     """Return ours − theirs as plain numbers: `score`, and `pass@k` with one entry for each k at
-    which both have a prompt with k scores.
+    which both have a prompt with k scores. Each has `score`, `stderr`, `n`, the 95 % `interval`
+    and the p-value `p`.
 
     Args:
         ours: Scores by prompt.
         theirs: Scores by prompt, under the same names.
         passes_at: The numbers k.
         thresholds: Smallest score of a correct sample of ours, and of theirs.
-        confidence: If given, each entry has the bootstrap interval of this confidence.
     Raises: ValueError if no prompt is in both.
     """
-
-    def difference(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, Any]:
-        numbers = paired_difference(a, b)._asdict()
-        if confidence is not None:
-            changes = [a[name] - b[name] for name in a if name in b]
-            numbers["interval"] = bootstrap_interval(changes, confidence)
-        return numbers
-
+    groups = [*ours.values(), *theirs.values()]
+    most_samples = max(map(len, groups))
+    scores = {score for group in groups for score in group}
+    step = 1 / most_samples if scores <= {0, 1} else 0.0
+    limit = 1.0 if min(scores) >= 0 and max(scores) <= 1 else math.inf
     passes = {}
     for k in passes_at:
         our_passes, their_passes = (
@@ -215,5 +165,20 @@ def differences(
             for scores, threshold in zip((ours, theirs), thresholds, strict=True)
         )
         if our_passes.keys() & their_passes.keys():
-            passes[str(k)] = difference(our_passes, their_passes)
-    return {"score": difference(group_means(ours), group_means(theirs)), "pass@k": passes}
+            passes[str(k)] = _difference(our_passes, their_passes, k / most_samples, 1.0)
+    return {
+        "score": _difference(group_means(ours), group_means(theirs), step, limit),
+        "pass@k": passes,
+    }
+
+
+def _difference(
+    ours: Mapping[str, float], theirs: Mapping[str, float], step: float, limit: float
+) -> dict[str, Any]:
+    """Return the entry of `differences` for one result by prompt."""
+    changes = [ours[name] - theirs[name] for name in ours if name in theirs]
+    return {
+        **paired_difference(ours, theirs)._asdict(),
+        "interval": paired_interval(changes, step, limit),
+        "p": paired_p_value(changes, step),
+    }

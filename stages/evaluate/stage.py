@@ -121,9 +121,10 @@ def measure(config: Config, table: pa.Table) -> dict[str, Any]:
                 f"no prompt has {k} scored samples, the most is {most_samples}",
                 next="raise samples_per_prompt of the evaluation, or lower k",
             )
-        passes[str(k)] = estimators.mean_pass_at_k(scores, k, threshold_of(config))._asdict()
+        by_group = estimators.group_passes(scores, k, threshold_of(config))
+        passes[str(k)] = estimators.with_interval({name: [p] for name, p in by_group.items()})
     return {
-        **estimators.clustered_mean(scores)._asdict(),
+        **estimators.with_interval(scores),
         "pass@k": passes,
         "num_groups": pc.count_distinct(table["group_id"]).as_py(),
     }

@@ -80,9 +80,13 @@ def test_show_tells_a_policys_steps_and_an_evaluations_interval(store, capsys):
     assert "algorithm   dapo" in policy and "the last 2 of 2 steps:" in policy
     assert [line.split()[1] for line in policy.splitlines()[-2:]] == [f"{x:.4g}" for x in losses]
     versions.show("held/evaluations@2", 0, store)
-    assert "score       -0.0014 ± 0.0392 (standard error), 95 % interval -0.0782 … 0.0754" in (
-        capsys.readouterr().out
+    shown = re.search(
+        r"score       -0.0014 ± 0.0392 \(standard error\), 95 % interval (\S+) … (\S+), over 3 prompts",
+        capsys.readouterr().out,
     )
+    half = 4.30265 * 0.0392  # of t with two degrees of freedom
+    ends = [float(end) for end in shown.groups()]
+    assert ends == pytest.approx([-0.0014 - half, -0.0014 + half], abs=5e-4)
     assert score_line({"score": 0.5, "stderr": None, "n": 1}) == "0.5 over 1 prompt"
 
 

@@ -3,7 +3,6 @@ rows; expected numbers are written out."""
 
 import statistics
 
-import numpy as np
 import pytest
 from typer.main import get_command
 
@@ -14,8 +13,7 @@ from quiver.schemas.refs import Ref
 from quiver.stages.core.store import marks
 from quiver.stages.core.store.listing import EXPIRED
 from quiver.stages.core.store.retention import remove
-from quiver.stages.evaluate.comparison import compare
-from quiver.stages.evaluate.estimators import bootstrap_interval
+from quiver.stages.evaluate.comparison import compare, compare_each
 from quiver.stages.model.checkpoints import model_entry
 from tests.stages.evaluate.held import ask, evaluate, score, write
 
@@ -53,7 +51,10 @@ def test_evaluations_are_paired_by_what_was_asked(store, evaluated):
     score = answer["difference"]["score"]
     assert score["score"] == pytest.approx(statistics.mean(differences))
     assert score["stderr"] == pytest.approx(statistics.stdev(differences) / 3**0.5)
-    assert score["interval"] == (-0.5, 1.0), "three prompts: each may be drawn three times"
+    # with half a prompt of +1/2 and half of −1/2; 3.18245 is the 97.5 % quantile of t with 3 degrees
+    square = sum((d - 0.125) ** 2 for d in differences) + (0.375**2 + 0.625**2) / 2
+    low = 0.125 - 3.18245 * (square / 3 / 4) ** 0.5
+    assert score["interval"] == pytest.approx((low, 1.0), abs=1e-5), "no difference is above 1"
     assert answer["difference"]["pass@k"]["1"]["n"] == score["n"] == 3
     counts = {name: answer[name] for name in ("better", "worse", "equal", "only_a", "only_b")}
     assert counts == {"better": 1, "worse": 1, "equal": 1, "only_a": 1, "only_b": 1}
@@ -75,7 +76,9 @@ def test_other_rules_of_one_score_are_noted(store, evaluated):
     """The prompts have the same bytes, so their groups are paired by name."""
     a = evaluated("first", BEFORE)
     answer = compare(store, a, evaluated("fourth", BEFORE, threshold=0.5, unscored="worst"))
-    assert answer["difference"]["score"] == {"score": 0, "stderr": 0, "n": 4, "interval": (0, 0)}
+    score = answer["difference"]["score"]
+    low, high = score.pop("interval")
+    assert score == {"score": 0, "stderr": 0, "n": 4, "p": 1} and -0.5 < low == -high < 0
     assert answer["notes"] == [
         "a sample is correct from 1 in A, from 0.5 in B (evaluate.threshold)",
         "an answer that a limit cut off before it was scored counts as zero in A, as worst in B "
@@ -94,19 +97,26 @@ def test_rewards_that_were_made_otherwise_are_noted(store, evaluated):
     assert compare(store, a, b)["notes"] == [note]
 
 
-def test_the_interval_covers_the_mean_as_often_as_it_says():
-    """Of 300 draws of 60 skewed differences; three standard errors of that share are 4 points."""
-    generator = np.random.RandomState(1)
-    covered = 0
-    for _ in range(300):
-        low, high = bootstrap_interval(generator.exponential(size=60), 0.95)
-        covered += low <= 1 <= high
-    assert 0.89 < covered / 300 < 0.98
-    assert bootstrap_interval([1.0], 0.95) is None
-    many = generator.normal(size=5000)
-    low, high = bootstrap_interval(many, 0.95)
-    stderr = many.std(ddof=1) / 5000**0.5
-    assert high - low == pytest.approx(2 * 1.96 * stderr, rel=0.1)
+def test_several_are_compared_with_the_first_and_corrected_for_their_number(
+    store, evaluated, capsys
+):
+    questions = [f"{number}+1?" for number in range(20)]
+    halves = {question: [float(index % 2)] * 2 for index, question in enumerate(questions)}
+    evaluated("first", halves)
+    evaluated("same", halves)
+    evaluated("best", {question: [1.0, 1.0] for question in questions})
+    answer = compare_each(
+        store, [find_evaluations(store, "first", other) for other in ("same", "best")]
+    )
+    scores = [compared["difference"]["score"] for compared in answer["comparisons"]]
+    assert [score["told_apart"] for score in scores] == [False, True]
+    assert (scores[0]["p"], scores[0]["p_holm"]) == (1, 1)
+    assert scores[1]["p_holm"] == pytest.approx(2 * scores[1]["p"]) < 0.01
+    command("compare", "first", "same", "best", "--store", store.url)
+    header, first, same, best, *_ = capsys.readouterr().out.splitlines()
+    assert "p (Holm over 2)" in header and "first/evaluations@1" in first
+    assert "+0.0000 over 20 prompts" in same and same.endswith("  not told apart")
+    assert "+0.5000 over 20 prompts" in best and best.endswith("  told apart")
 
 
 def test_compare_through_the_command_line(store, evaluated, capsys):
@@ -123,7 +133,7 @@ def test_compare_through_the_command_line(store, evaluated, capsys):
         command("compare", a, b, *in_store)
         texts.append(capsys.readouterr().out)
     assert len(set(texts)) == 1, "the newest evaluation of each"
-    assert "score    +0.1667   95% interval -0.5000 … +1.0000" in texts[0]
+    assert "score    +0.1667   95% interval -0.9765 … +1.0000" in texts[0]
     assert "1 prompts better, 1 worse, 1 equal" in texts[0]
     assert "left out: 1 only in A, 1 only in B" in texts[0]
     with pytest.raises(LineageError, match="has no evaluation yet") as caught:

@@ -13,8 +13,8 @@ from quiver.stages.evaluate import estimators
 from quiver.stages.evaluate.estimators import (
     Estimate,
     clustered_mean,
+    group_passes,
     lower_bound,
-    mean_pass_at_k,
     paired_difference,
     pass_at_k,
 )
@@ -22,7 +22,7 @@ from quiver.stages.evaluate.estimators import (
 
 def test_the_examples_in_the_docstrings():
     counts = doctest.testmod(estimators)
-    assert (counts.failed, counts.attempted) == (0, 6)
+    assert (counts.failed, counts.attempted) == (0, 4)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 8])
@@ -60,12 +60,9 @@ def test_no_group_cannot_be_estimated():
 
 def test_groups_with_too_few_samples_are_left_out_of_pass_at_k():
     groups = {"a": [1.0, 0.0, 0.0], "b": [1.0], "c": [0.4, 0.6, 0.2, 0.1]}
-    assert mean_pass_at_k(groups, 2, threshold=1.0) == (
-        pytest.approx((2 / 3 + 0) / 2),
-        pytest.approx(1 / 3),
-        2,
-    )
-    assert mean_pass_at_k(groups, 1, threshold=0.5).score == pytest.approx((1 / 3 + 1 + 1 / 4) / 3)
+    assert group_passes(groups, 2, threshold=1.0) == {"a": pytest.approx(2 / 3), "c": 0}
+    expected = {"a": pytest.approx(1 / 3), "b": 1, "c": 1 / 4}
+    assert group_passes(groups, 1, threshold=0.5) == expected
 
 
 def test_a_paired_difference_is_the_one_sample_t_test_of_the_differences():
@@ -82,10 +79,11 @@ def test_a_paired_difference_is_the_one_sample_t_test_of_the_differences():
     assert estimate.stderr < np.hypot(*unpaired) / 2
 
 
-def test_the_lower_bound_is_a_quantile_of_the_normal_distribution():
-    estimate = Estimate(0.5, 0.1, 50)
-    for confidence, bound in ((0.5, 0.5), (0.975, 0.5 - 1.959964 * 0.1)):
-        assert lower_bound(estimate, confidence) == pytest.approx(bound, abs=1e-6)
+def test_the_lower_bound_is_a_quantile_of_students_distribution():
+    """Quantiles from tables of the t-distribution."""
+    for n, confidence, t in ((50, 0.5, 0.0), (50, 0.975, 2.00958), (6, 0.95, 2.01505)):
+        bound = lower_bound(Estimate(0.5, 0.1, n), confidence)
+        assert bound == pytest.approx(0.5 - t * 0.1, abs=1e-6)
     assert lower_bound(Estimate(0.5, None, 1), 0.5) is None
 
 

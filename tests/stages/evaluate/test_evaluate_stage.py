@@ -95,7 +95,9 @@ def test_the_difference_to_a_baseline_is_paired_by_prompt(store):
         (metrics["difference"]["pass@k"]["2"], [0.0, 1.0, 0.0]),
     ):
         stderr = statistics.stdev(differences) / 3**0.5
-        assert numbers == pytest.approx({"score": 1 / 3, "stderr": stderr, "n": 3})
+        found = {name: numbers[name] for name in ("score", "stderr", "n")}
+        assert found == pytest.approx({"score": 1 / 3, "stderr": stderr, "n": 3})
+        assert numbers["interval"][0] < 0 < numbers["interval"][1] <= 1 and numbers["p"] > 0.05
     assert metrics["unpaired"] == 2
     assert metrics["baseline"]["score"] == pytest.approx(2.5 / 4)
     alone = evaluate(store, scored, k=(1, 2))
