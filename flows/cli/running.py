@@ -20,6 +20,7 @@ from .shared import (
     Force,
     NamedVersion,
     NamedVersions,
+    Note,
     RecipeFile,
     Settings,
     StorePath,
@@ -208,6 +209,10 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
         iteration: Annotated[
             int, typer.Option(help="iteration whose prompts and seeds to use")
         ] = 1,
+        into: Annotated[
+            str | None, typer.Option(help="optimize: run of the new policy; default: the recipe's")
+        ] = None,
+        note: Note = "",
         force: Force = False,
         store: StorePath = None,
         settings: Settings = None,
@@ -232,9 +237,11 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
             overrides = load(override)
             run_it = partial(rerun, loaded, "override", references, overrides=overrides)
         else:
-            run_it = partial(rerun, loaded, name, references, iteration)
-        with shown_live(), by_hand(loaded):
+            run_it = partial(rerun, loaded, name, references, iteration, into=into)
+        with shown_live(), by_hand(loaded, note=note):
             outcome = run_it(force=force)
+        if note and outcome.cached:
+            log.warning("%s was there before, and keeps its own note", outcome.ref)
         seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
         rows = f"{counted(outcome.rows, 'row')}  " if outcome.rows else ""  # a policy has none
         say(asdict(outcome), [f"{outcome.ref}  {rows}{seconds}"])

@@ -25,6 +25,7 @@ _OBJECTS = {
     "Version": "quiver.stages.core.store",
     "Recipe": "quiver.flows.recipe",
     "run_stage": "quiver.stages.core.run.runner",
+    "rows": "quiver.flows.look.joined",
 }
 _ERRORS = (
     "QuiverError",

@@ -45,6 +45,8 @@ class Plan:
     """A version that answers the call without any work, even with another run key."""
     patience_seconds: float | None = None
     """Seconds that an idle process waits for another's shard, if the work is shared."""
+    note: str = ""
+    """The user's words for the manifests; not part of the run key."""
 
     @cached_property
     def run_key(self) -> str:
@@ -122,4 +124,5 @@ class Plan:
                 for role, version in self.inputs.items()
             ),
             "models": self.models,
+            "note": self.note,
         }
