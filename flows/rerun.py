@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.manifest import line_of
-from quiver.schemas.refs import check_name, parse
+from quiver.schemas.refs import parse
 from quiver.stages.core.config import Config
 from quiver.stages.core.run.call import Call, Outcome
 from quiver.stages.core.run.runner import find_outcome
@@ -73,7 +73,7 @@ def rerun(
         iteration: Iteration that seeds and prompt rows are taken for.
         force: Run it again even if a finished version exists.
         overrides: Config of the stage `override`: which rewards it replaces.
-        into: Run of the new policy, for optimize only. Default: the recipe's.
+        into: Run of the new policy, if the stage is optimize. Default: the recipe's.
 
     Raises:
         LineageError: If a missing reference cannot be found.
@@ -83,8 +83,6 @@ def rerun(
         check_places(recipe.placement, recipe.store)
     if stage in ("prompt", "evaluate"):
         recipe.data.require_filled_in()
-    if into is not None and stage != "optimize":
-        raise ConfigError("--into", "only optimize takes it", next="set another run: --set run=RUN")
     store = Store(recipe.store)
     refs = _named_versions(recipe.run, store, stage, references)
     optional = (*refs, "rewards") if stage == "prompt" else refs
@@ -125,7 +123,6 @@ def rerun(
     if resolve is not None:
         config = resolve(config)
     plain = {role: listed[0] if len(listed) == 1 else listed for role, listed in refs.items()}
-    into = into and check_name(into, "run")
     outcome = perform(stage, config, plain, force=force, iteration=iteration, into=into)
     if outcome.ref == plain.get("retry"):
         log.info("%s has a reward in every row: there is nothing to retry", outcome.ref)

@@ -14,6 +14,7 @@ import typer
 
 from quiver.flows.look.words import counted
 from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, printable
+from quiver.schemas.refs import check_name
 from quiver.stages import CHAIN
 
 from .shared import (
@@ -229,6 +230,10 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
             "override": override,
             "policy": policy,
         }
+        if into is not None and name != "optimize":
+            problem = "only optimize takes it"
+            raise ConfigError("--into", problem, next=f"quiver {name} RECIPE --set run=RUN")
+        into = into and check_name(into, "run")
         loaded = read_recipe(recipe, settings, store, measures=name == "evaluate")
         if override and name == "reward":
             from quiver.stages.reward.override import load

@@ -16,7 +16,7 @@ from quiver.stages.core.store.listing import manifest_fields
 from quiver.stages.core.threads import map_in_threads
 
 Leaves = dict[str, Any]
-"""Values of a config by stage and dotted key: `optimize.learning_rate`, `reward.functions.0.use`."""
+"""Values of a config by stage and dotted key: `optimize.algorithm`, `reward.functions.0.use`."""
 
 
 def configs_of(store: Store, refs: Iterable[Ref]) -> list[Leaves]:
