@@ -6,6 +6,7 @@
     rollouts = store.open("arith/rollouts@latest")
     rollouts.manifest.metrics
     rollouts.to_datasets()
+    quiver.rows(store, rollouts.ref)
 
     quiver.run(quiver.Recipe.load("recipe.toml"))
     quiver.optimize.Config(algorithm="dapo")
