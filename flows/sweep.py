@@ -17,7 +17,7 @@ It may be deleted, and holds no version back from `quiver gc`: manifests are eno
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -113,56 +113,77 @@ def sweep(recipe: Recipe, num_then: int = 0) -> dict[str, Any]:
     """
     recipe.data.require_held_out()
     cells = cells_of(recipe)
-    store = Store(recipe.store)
-    rollouts = _rollouts(recipe, store)
+    running = _Running(recipe)
+    rollouts = running.record["rollouts"]
     if num_then and not rollouts:
         raise ConfigError("--then", "needs sweep.rollouts", next="raise iterations instead")
     judge = recipe.held_out_resolved()
-    record = _read(recipe, store) or {"cells": {}, "then": {}}
-    record |= {"sweep": _name(recipe), "run": recipe.run, "rollouts": rollouts}
-
-    def fill(part: str, cell: Cell, judge: Recipe, baseline: str, train: Any) -> None:
-        entry: dict[str, Any] = {"settings": cell.settings}
-        try:
-            with _calls(cell.recipe, note=f"sweep {record['sweep']}, {cell.name}"):
-                policy = train()
-            refs = {"policy": policy.ref, "cached": policy.cached}
-            evaluation = measure(judge, policy.ref, 1, baseline=baseline)
-            entry |= {**refs, "evaluation": evaluation.ref}
-            log.info("%s: %s, score %.4f", cell.name, policy.ref, evaluation.metrics["score"])
-        except QuiverError as error:
-            entry["error"] = error.to_dict()
-            log.warning("%s: %s %s: %s", cell.name, error.code, error.object, error.message)
-        record[part][str(cell.number)] = entry
-        store.storage.put(_key(recipe), with_checksum(record))
-
     try:
         # one block, so that its checks are done once
         with _calls(recipe):
             if rollouts:
-                start = sampling_policy(store, rollouts[0])
+                start = sampling_policy(running.store, rollouts[0])
             else:
                 start = perform("policy", checkpoints.resolve(recipe.policy), {}).ref
-            record["baseline"] = measure(judge, start, 0).ref
+            baseline = running.record["baseline"] = measure(judge, start, 0).ref
             for cell in cells:
-                train = partial(_train, cell.recipe, rollouts)
-                fill("cells", cell, judge, record["baseline"], train)
+                running.fill("cells", cell, partial(_train, cell.recipe, rollouts), judge, baseline)
             if num_then:
-                # the luck of the best with these seeds must not count again
-                generate = {**recipe.evaluate.generate, "seed": recipe.seed + 1}
-                section = recipe.evaluate.model_copy(update={"generate": generate})
-                fresh = judge.model_copy(update={"evaluate": section})
-                baseline = measure(fresh, start, 0).ref
-                record["then"] = {}
-                rows = cell_rows(store, record["cells"])
-                for row in [row for row in rows if row["evaluation"]][:MOST_CONTINUED]:
-                    cell = cells[row["cell"] - 1]
-                    longer = cell.recipe.model_copy(update={"iterations": 1 + num_then})
-                    train = partial(_continue, longer, store, rollouts, row["policy"])
-                    fill("then", cell, fresh, baseline, train)
+                _continue_best(running, cells, judge, start, num_then)
     finally:
         end_waiting()
-    return record
+    return running.record
+
+
+class _Running:
+    """A sweep at work: what is known of it, saved after each cell."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.store = Store(recipe.store)
+        named = recipe.sweep.rollouts or []
+        refs = [named] if isinstance(named, str) else named
+        rollouts = [str(self.store.resolve(ref, recipe.run)) for ref in refs]
+        self.record = _read(recipe, self.store) or {"cells": {}, "then": {}}
+        self.record |= {"sweep": _name(recipe), "run": recipe.run, "rollouts": rollouts}
+        self._key = _key(recipe)
+
+    def fill(
+        self, part: str, cell: Cell, train: Callable[[], Outcome], judge: Recipe, baseline: str
+    ) -> None:
+        """Train a cell and measure its policy by `judge`, against the evaluation `baseline`."""
+        entry: dict[str, Any] = {"settings": cell.settings}
+        try:
+            with _calls(cell.recipe, note=f"sweep {self.record['sweep']}, {cell.name}"):
+                policy = train()
+            evaluation = measure(judge, policy.ref, 1, baseline=baseline)
+            entry |= {"policy": policy.ref, "cached": policy.cached, "evaluation": evaluation.ref}
+            log.info("%s: %s, score %.4f", cell.name, policy.ref, evaluation.metrics["score"])
+        except QuiverError as error:
+            entry["error"] = error.to_dict()
+            log.warning("%s: %s %s: %s", cell.name, error.code, error.object, error.message)
+        self.record[part][str(cell.number)] = entry
+        self.store.storage.put(self._key, with_checksum(self.record))
+
+
+def _continue_best(
+    running: _Running, cells: Sequence[Cell], judge: Recipe, start: str, num_then: int
+) -> None:
+    """Train the best cells further, and measure them and the start with other seeds: the luck of
+    the best with the sweep's seeds must not count again."""
+    store = running.store
+    seed = judge.generate_config(0, evaluation=True).seed + 1
+    generate = {**judge.evaluate.generate, "seed": seed}
+    evaluate = judge.evaluate.model_copy(update={"generate": generate})
+    fresh = judge.model_copy(update={"evaluate": evaluate})
+    baseline = measure(fresh, start, 0).ref
+    running.record["then"] = {}
+    rollouts = running.record["rollouts"]
+    rows = [row for row in cell_rows(store, running.record["cells"]) if row["evaluation"]]
+    for row in rows[:MOST_CONTINUED]:
+        cell = cells[row["cell"] - 1]
+        longer = cell.recipe.model_copy(update={"iterations": 1 + num_then})
+        train = partial(_continue, longer, store, rollouts, row["policy"])
+        running.fill("then", cell, train, fresh, baseline)
 
 
 def saved(recipe: Recipe) -> dict[str, Any]:
@@ -215,13 +236,6 @@ def _run(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
 
 
 _calls = partial(calls_of, runner_of=lambda call: _run)
-
-
-def _rollouts(recipe: Recipe, store: Store) -> list[str]:
-    """Return the references of the saved rollouts; empty if cells are whole runs."""
-    named = recipe.sweep.rollouts or []
-    refs = [named] if isinstance(named, str) else named
-    return [str(store.resolve(ref, recipe.run)) for ref in refs]
 
 
 def _name(recipe: Recipe) -> str:

@@ -80,7 +80,7 @@ def _csv_lines(rows: list[dict[str, Any]]) -> list[str]:
     from quiver.flows.look.sweeps import labels_of
 
     text = io.StringIO()
-    flat = [{**row, **labels_of(row)} for row in rows]
+    flat = [{"cell": row["cell"], **labels_of(row), **row} for row in rows]
     names = [name for name in flat[0] if name not in ("settings", "cached")]
     writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
