@@ -63,6 +63,8 @@ class _Run:
     """Number of iterations, for the labels in logs. None: stages are called by hand, one by one."""
     expired: bool = False
     """If true, a finished version whose files expired counts as done."""
+    note: str = ""
+    """The user's words for the manifests of the versions that are made."""
     checked: set[tuple[str, str]] = field(default_factory=set)
     """Stages already checked, each with a digest of the prompts' form."""
     again: dict[str, Callable[[], Outcome]] = field(default_factory=dict)
@@ -77,6 +79,7 @@ class _Run:
             dict(refs),
             into=self.name,
             label=f"{self.name} · {label or stage}",
+            note=self.note,
             where=where_of(self.placement, stage, online=self.online),
         )
 
@@ -109,11 +112,12 @@ def calls_of(
     *,
     iterations: int | None = None,
     expired: bool = False,
+    note: str = "",
 ) -> Iterator[None]:
     """Let `perform` inside belong to the recipe's run.
 
     `check_stages` checks each stage once within it. If `expired` is true, finished versions whose
-    files expired count as done.
+    files expired count as done. `note` goes into the manifest of each version that is made.
     """
     is_resident = keeps_engine(recipe, len(visible_gpus()))
     run = _Run(
@@ -124,6 +128,7 @@ def calls_of(
         runner_of,
         iterations=iterations,
         expired=expired,
+        note=note,
     )
     token = _RUN.set(run)
     try:

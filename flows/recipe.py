@@ -56,6 +56,7 @@ from .sections import (
     Reference,
     RunName,
     Schedule,
+    Sweep,
     merge,
     put_setting,
 )
@@ -109,6 +110,8 @@ class Recipe(Config):
     """Work of each run that a schedule starts."""
     retention: Retention = Retention()
     """Which of the run's versions and files are kept."""
+    sweep: Sweep = Sweep()
+    """Settings to compare by `quiver sweep`; nothing else reads it."""
     placement: Placement = Placement()
     """Work pools, interpreters, time limits, retries, slots, and the resident engine."""
     _looked_up: dict[str, Config] = PrivateAttr(default_factory=dict)

@@ -61,6 +61,7 @@ def rerun(
     iteration: int = 1,
     force: bool = False,
     overrides: Config | None = None,
+    into: str | None = None,
 ) -> Outcome:
     """Run `stage` with the given references; missing ones are found.
 
@@ -72,6 +73,7 @@ def rerun(
         iteration: Iteration that seeds and prompt rows are taken for.
         force: Run it again even if a finished version exists.
         overrides: Config of the stage `override`: which rewards it replaces.
+        into: Run of the new policy, if the stage is optimize. Default: the recipe's.
 
     Raises:
         LineageError: If a missing reference cannot be found.
@@ -121,7 +123,7 @@ def rerun(
     if resolve is not None:
         config = resolve(config)
     plain = {role: listed[0] if len(listed) == 1 else listed for role, listed in refs.items()}
-    outcome = perform(stage, config, plain, force=force, iteration=iteration)
+    outcome = perform(stage, config, plain, force=force, iteration=iteration, into=into)
     if outcome.ref == plain.get("retry"):
         log.info("%s has a reward in every row: there is nothing to retry", outcome.ref)
     return outcome

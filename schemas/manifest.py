@@ -109,6 +109,8 @@ class Manifest(_Part):
     metrics: dict[str, Any]
     status: dict[str, _Count]
     """Row counts by outcome (stop, length, not_scored, dropped, …)."""
+    note: str = ""
+    """A user's words about it; not part of the run key."""
 
     @property
     def ref(self) -> str:

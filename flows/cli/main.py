@@ -30,14 +30,25 @@ from quiver.schemas.errors import (
 )
 from quiver.stages.core.ranks import follows_rank_0
 
-from . import cleaning, doctor, episodes, fitting, listing, placing, running, versions, viewing
+from . import (
+    cleaning,
+    doctor,
+    episodes,
+    fitting,
+    listing,
+    placing,
+    running,
+    sweeping,
+    versions,
+    viewing,
+)
 from .next_step import command_line, complete, options_in
 from .shared import CALLED, keep_stdout, nobody_reads, say, with_options
 
 _UsageError = typer.BadParameter.__base__  # The class of the click that typer brings along.
 COMMANDS = (
     running.run, running.check, fitting.fit, running.nightly, *running.STAGES,
-    running.estimate,
+    running.estimate, sweeping.sweep,
     episodes.reenact, episodes.branch, episodes.import_,
     placing.serve, placing.deploy, doctor.doctor,
     versions.ls, versions.show, viewing.view, versions.lineage, versions.diff, versions.compare,

@@ -14,6 +14,7 @@ import typer
 
 from quiver.flows.look.words import counted
 from quiver.schemas.errors import ConfigError, QuiverError, for_terminal, printable
+from quiver.schemas.refs import check_name
 from quiver.stages import CHAIN
 
 from . import completion
@@ -21,6 +22,7 @@ from .shared import (
     Force,
     NamedVersion,
     NamedVersions,
+    Note,
     RecipeFile,
     Settings,
     StorePath,
@@ -242,6 +244,10 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
         iteration: Annotated[
             int, typer.Option(help="iteration whose prompts and seeds to use")
         ] = 1,
+        into: Annotated[
+            str | None, typer.Option(help="optimize: run of the new policy; default: the recipe's")
+        ] = None,
+        note: Note = "",
         force: Force = False,
         store: StorePath = None,
         settings: Settings = None,
@@ -258,6 +264,10 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
             "override": override,
             "policy": policy,
         }
+        if into is not None and name != "optimize":
+            problem = "only optimize takes it"
+            raise ConfigError("--into", problem, next=f"quiver {name} RECIPE --set run=RUN")
+        into = into and check_name(into, "run")
         loaded = read_recipe(recipe, settings, store, measures=name == "evaluate")
         if override and name == "reward":
             from quiver.stages.reward.override import load
@@ -266,9 +276,11 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
             overrides = load(override)
             run_it = partial(rerun, loaded, "override", references, overrides=overrides)
         else:
-            run_it = partial(rerun, loaded, name, references, iteration)
-        with shown_live(), by_hand(loaded):
+            run_it = partial(rerun, loaded, name, references, iteration, into=into)
+        with shown_live(), by_hand(loaded, note=note):
             outcome = run_it(force=force)
+        if note and outcome.cached:
+            log.warning("%s was there before, and keeps its own note", outcome.ref)
         seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
         rows = f"{counted(outcome.rows, 'row')}  " if outcome.rows else ""  # a policy has none
         say(asdict(outcome), [f"{outcome.ref}  {rows}{seconds}"])

@@ -61,6 +61,7 @@ Settings = Annotated[
 Force = Annotated[
     bool, typer.Option("--force", help="make a new version, even if a finished one exists")
 ]
+Note = Annotated[str, typer.Option(help="your words about the new versions, shown by ls and show")]
 _EVERY = {
     "json": "one JSON object as the last line of stdout",
     "debug": "show the traceback of an error",

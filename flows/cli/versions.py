@@ -41,8 +41,14 @@ def ls(
     size: Annotated[
         bool, typer.Option("--size", help="bytes of each run and of the store")
     ] = False,
+    columns: Annotated[
+        str, typer.Option(help="keys of the configs as columns: learning_rate,algorithm")
+    ] = "",
+    differing: Annotated[
+        bool, typer.Option("--differing", help="a column for each config key that differs")
+    ] = False,
 ) -> None:
-    """List the versions: score or reward, tags, size, rows, time.
+    """List the versions: score or reward, tags and notes, size, rows, time, and keys of configs.
 
     Unreadable versions are listed too, and the exit code is that of their error. A manifest that
     was read before is not read again; `verify` reads all.
@@ -58,19 +64,34 @@ def ls(
         {"ref": str(ref), "error": entry.error}
         if entry.error
         else {"ref": str(ref), "rows": entry.rows, "stage": entry.stage, "created": entry.created}
+        | ({"note": entry.note} if entry.note else {})
         for ref, entry in entries
     ]
+    whole = [(ref, entry) for ref, entry in entries if not entry.error]
+    names: list[str] = []
+    values: list[dict[str, Any]] = []
+    if columns or differing:
+        from quiver.flows.look import columns as config_columns
+
+        configs = config_columns.configs_of(opened, (ref for ref, _ in whole))
+        names = columns.split(",") if columns else config_columns.differing(configs)
+        values = config_columns.picked(configs, names)
+        by_ref = {str(ref): picked for (ref, _), picked in zip(whole, values, strict=True)}
+        rows = [row | {"columns": by_ref.get(row["ref"], {})} for row in rows]
     rows += [
         {"ref": error.object, "error": f"{error.code}: {error.message}"} for error in unreadable
     ]
     lines = []
     if entries and not answers_in_json():
         from quiver.flows.look.describe import HEADER, listed
-        from quiver.flows.look.words import aligned
+        from quiver.flows.look.words import aligned, cell
 
-        whole = [(ref, entry) for ref, entry in entries if not entry.error]
+        table = [(*HEADER, *names)]
+        texts = [[cell(row.get(name, "")) for name in names] for row in values]
+        for described, added in zip(listed(opened, whole), texts or [[]] * len(whole), strict=True):
+            table.append((*described, *added))
         # sizes and row counts are right-aligned
-        lines = aligned([HEADER, *listed(opened, whole)], right=(3, 4))
+        lines = aligned(table, right=(3, 4))
     _say_readable({"versions": rows}, lines, entries, unreadable)
 
 

@@ -144,6 +144,7 @@ def _origin(store: Store, manifest: Manifest) -> Iterator[tuple[str, str]]:
     created = manifest.created[:19].replace("T", " ")
     seconds = f", {number(manifest.seconds['total'])} s" if "total" in manifest.seconds else ""
     yield "made by", f"{manifest.stage}, {created}{seconds}"
+    yield "note", printable(manifest.note, 1000)
     yield "tags", ", ".join(tags_of(store, manifest.run).get(manifest.ref, []))
     yield "made of", ", ".join(f"{role} {ref}" for ref, role in sources_of(manifest).items())
     yield "algorithm", manifest.config.get("algorithm", "")
@@ -195,7 +196,7 @@ class Listed(NamedTuple):
     score: str = ""
     """Score of an evaluation, newest score of a policy, or mean reward of rewards; else empty."""
     label: str = ""
-    """The version's tags."""
+    """The version's tags, and its note in quotes."""
     size: str = ""
     rows: str = ""
     when: str = ""
@@ -203,6 +204,10 @@ class Listed(NamedTuple):
 
 
 HEADER = Listed("version", "score or reward", "label", "size", "rows", "when")
+
+
+def _quoted(note: str) -> list[str]:
+    return [f"“{printable(note, _LONGEST_NAME)}”"] if note else []
 
 
 def listed(store: Store, entries: Iterable[tuple[Ref, Summary]]) -> list[Listed]:
@@ -228,7 +233,7 @@ def listed(store: Store, entries: Iterable[tuple[Ref, Summary]]) -> list[Listed]
         else Listed(
             version=str(ref),
             score=scores.get(str(ref), ""),
-            label=" ".join(tags.get(str(ref), [])),
+            label=" ".join([*tags.get(str(ref), []), *_quoted(entry.note)]),
             size=size(entry.bytes),
             rows=f"{entry.rows:,}" if entry.rows else "",
             when=printable(entry.created[:19].replace("T", " ")),

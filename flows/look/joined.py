@@ -168,6 +168,34 @@ class Joined:
                 row["advantage"] = statistics.fmean(row["advantage"]) if row["advantage"] else None
         return rows
 
+    def table(self) -> pa.Table:
+        """Return all rollouts as one table, in their order, with the columns of `rows`.
+
+        It holds every column of the rollouts, token ids too, and of the prompts, rewards,
+        evaluations and advantages those that are not there yet; null for a rollout without a
+        partner. `tokens` and `prompt` are added. Columns that are in the same order are not copied.
+        """
+        table = self.rollouts.version.table()
+        table = table.append_column("tokens", pc.list_value_length(table["completion_ids"]))
+        for kind in ("prompts", "rewards", "evaluations", "advantages"):
+            if kind not in self.shards:
+                continue
+            shards = self.shards[kind]
+            partners = shards.version.table()
+            if kind == "prompts":
+                partners = partners.append_column("prompt", _last_messages(partners))
+            places = shards.find_all(table[shards.key])
+            if len(partners) != len(table) or np.any(places != np.arange(len(table))):
+                partners = partners.take(pa.array(places, mask=places < 0))
+            for name in partners.column_names:
+                if name not in table.column_names:
+                    table = table.append_column(name, partners[name])
+        index = table.schema.get_field_index("advantage")
+        if index >= 0 and pa.types.is_list(table["advantage"].type):
+            means = pa.array(_list_means(table["advantage"]), from_pandas=True)
+            table = table.set_column(index, "advantage", means)
+        return table
+
     def tokens(self, position: int) -> Tokens:
         """Return the completion at `position`, token by token."""
         columns = ["rollout_id", "completion_ids", "old_logprobs"]
@@ -368,6 +396,11 @@ def prompt_fields(row: dict[str, Any]) -> dict[str, Any]:
     return fields | {name: row[name] for name in MEDIA.values() if row.get(name)}
 
 
+def rows(store: Store, ref: str | Ref) -> pa.Table:
+    """Return the rollouts behind a version and all that joins them as one table: `Joined.table`."""
+    return open_joined(store, ref).table()
+
+
 def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> Joined:
     """Open the rollouts behind `ref` and all that joins them.
 
@@ -467,6 +500,15 @@ def _count_fields(column: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return [rows] float64: the number of fields of a struct that are not null."""
     counts = [pc.cast(field.is_valid(), pa.float64()) for field in column.flatten()]
     return reduce(pc.add, counts, pa.array(np.zeros(len(column))))
+
+
+def _last_messages(prompts: pa.Table) -> pa.ChunkedArray:
+    """Return [prompts] the content of each prompt's last message, or its text without messages."""
+    messages = prompts["messages"].combine_chunks()
+    lengths = pc.list_value_length(messages).fill_null(0).to_numpy(zero_copy_only=False)
+    places = pa.array(np.cumsum(lengths) - 1, mask=lengths == 0)
+    contents = pc.struct_field(pc.list_flatten(messages), "content")
+    return pc.coalesce(contents.take(places), prompts["prompt_text"])
 
 
 def _list_means(column: pa.ChunkedArray) -> np.ndarray:

@@ -37,6 +37,7 @@ def origin_of(manifest: Manifest) -> dict[str, Any]:
         "made of": ", ".join(made_of),
         "rows": manifest.rows or None,
         "content": manifest.content_hash[:12],
+        "note": manifest.note,
     }
 
 

@@ -6,6 +6,7 @@
     rollouts = store.open("arith/rollouts@latest")
     rollouts.manifest.metrics
     rollouts.to_datasets()
+    quiver.rows(store, rollouts.ref)
 
     quiver.run(quiver.Recipe.load("recipe.toml"))
     quiver.optimize.Config(algorithm="dapo")
@@ -25,6 +26,7 @@ _OBJECTS = {
     "Version": "quiver.stages.core.store",
     "Recipe": "quiver.flows.recipe",
     "run_stage": "quiver.stages.core.run.runner",
+    "rows": "quiver.flows.look.joined",
 }
 _ERRORS = (
     "QuiverError",

@@ -37,7 +37,7 @@ from quiver.stages.core.store.writer import Writer
 from .config import Config, with_fingerprints
 from .measures import summary
 from .models.scorer import ModelScorer, beginnings
-from .pool.pool import Pool
+from .pool.pool import open_pool
 from .pool.scorer import FunctionScorer
 from .scoring import Notice, Scorer
 from .shards import Allowance, Shards, require_same
@@ -153,7 +153,7 @@ def open_scorers(
 
     Raises ConfigError if a scorer is missing.
     """
-    with Pool(config.workers, config.max_memory_gib) as pool, ExitStack() as stack:
+    with open_pool(config.workers, config.max_memory_gib) as pool, ExitStack() as stack:
         groups = Groups(rollouts, prompts) if rollouts and prompts else None
         scorers: list[Scorer] = [
             FunctionScorer(function, pool, config.batch_rows, notice, groups)

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+import quiver
 from quiver.flows.look.joined import Joined, Selection, open_joined
 from quiver.flows.look.shards import Shards
 from quiver.schemas.errors import ConfigError, CorruptError, LineageError
@@ -243,3 +244,27 @@ def test_rollouts_that_are_none_are_refused(golden, tmp_path):
         LineageError, match="its rollouts must be a version of rollouts, found golden/prompts@1"
     ):
         open_joined(store, "golden/rewards@1")
+
+
+def test_all_rows_are_one_table_with_the_cells_of_each_row(golden, shuffled):
+    """Of every kind that a chain has: an advantage for each token, groups that were dropped, and
+    rewards in another order."""
+    for store in (golden, shuffled):
+        for run, kind in (("golden", "policy"), ("golden", "advantages"), ("bench", "rewards")):
+            for number in store.numbers(run, kind):
+                joined = open_joined(store, f"{run}/{kind}@{number}") if number else None
+                if joined is None:
+                    continue
+                table = quiver.rows(store, joined.ref)
+                assert table["rollout_id"].equals(joined.rollouts.column("rollout_id"))
+                for row, cells in zip(
+                    joined.rows(range(len(joined))), table.to_pylist(), strict=True
+                ):
+                    names = row.keys() & cells.keys() - {"columns", "turns"}
+                    assert {"prompt", "tokens", "reward", "parts"} <= names
+                    assert {name: row[name] for name in names} == {
+                        name: pytest.approx(cells[name])
+                        if isinstance(cells[name], float)
+                        else cells[name]
+                        for name in names
+                    }

@@ -11,17 +11,20 @@ import pytest
 
 from quiver.flows.cli import versions
 from quiver.flows.cli.compare import diff
-from quiver.flows.look.describe import score_line
+from quiver.flows.look.describe import listed, score_line
 from quiver.flows.look.episodes import pieces_of
+from quiver.flows.look.lineage import origin_of
 from quiver.flows.look.stage import default_path
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.manifest import from_json
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, marks
 from quiver.stages.core.store.listing import EXPIRED
+from quiver.stages.core.store.readable import readable_entries
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 from tests.stages.optimize import world
 from tests.tiny import make_policy
+from tests.writing import run_here
 
 
 @pytest.fixture(scope="module")
@@ -238,3 +241,51 @@ def test_errors_that_nobody_has_do_not_differ(tmp_path):
     second = world.write_rewards(store, rollouts, world.even_share, "other", names=("g",))
     changed = diff(store, str(first.ref), str(second.ref))["rows"]["changed"]
     assert changed == {"parts": 8}
+
+
+NOTED = {"note": "a half the rate\nfor the night"}
+
+
+@pytest.fixture(scope="module")
+def noted(tmp_path_factory) -> Store:
+    """A store with the same scores, clipped at two bounds, one of them with a note."""
+    store = Store(tmp_path_factory.mktemp("noted") / "store")
+    make_prompts(store, 4)
+    prompts = store.open("bench/prompts@1")
+    rollouts = write_version(
+        store, "rollouts", "generate", rollouts_table(16, 4, 4), {"prompts": prompts}
+    )
+    for high, about in ((1.0, {}), (0.5, NOTED)):
+        config = {"functions": [{"use": "repetition"}], "reward_clip": [0.0, high]}
+        run_here("reward", config, store, rollouts=rollouts.ref, **about)
+    return store
+
+
+def test_a_note_is_kept_and_shown_and_decides_nothing(noted, capsys, in_json):
+    plain, with_note = (noted.open(f"bench/rewards@{number}").manifest for number in (1, 2))
+    assert (plain.note, with_note.note) == ("", NOTED["note"])
+    again = run_here("reward", with_note.config, noted, rollouts="bench/rollouts@1", note="another")
+    assert str(again) == "bench/rewards@2" and noted.open(again).manifest.note == NOTED["note"]
+    versions.show("bench/rewards@2", 0, noted.url)
+    assert "note        a half the rate\\nfor the night" in capsys.readouterr().out
+    for _ in ("manifest", "index"):
+        rows = in_json(versions.ls, store=noted.url)["versions"]
+        assert [row.get("note") for row in rows] == [None, None, None, NOTED["note"]]
+    quoted = "“a half the rate\\nfor the night”"
+    assert [row.label for row in listed(noted, readable_entries(noted)[0])][-1] == quoted
+    assert origin_of(with_note)["note"] == NOTED["note"]
+    with pytest.raises(ConfigError, match="at most 1000 are kept"):
+        run_here("reward", {}, noted, rollouts="bench/rollouts@1", note="x" * 1001)
+
+
+def test_ls_shows_the_keys_that_differ_and_those_that_are_named(noted, in_json):
+    answer = in_json(versions.ls, store=noted.url, differing=True)["versions"]
+    clips = [row["columns"] for row in answer if "rewards" in row["ref"]]
+    assert clips == [{"reward.reward_clip": [0.0, 1.0]}, {"reward.reward_clip": [0.0, 0.5]}]
+    named = in_json(versions.ls, store=noted.url, columns="functions.0.use,rows")["versions"]
+    assert [row["columns"].get("functions.0.use") for row in named] == [
+        None,
+        None,
+        "repetition",
+        "repetition",
+    ]

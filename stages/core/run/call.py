@@ -15,7 +15,10 @@ from importlib import metadata
 from typing import Any, ClassVar, Literal
 
 from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.plain import problem_of
 
+MOST_OF_NOTE = 1000
+"""Most characters of a note."""
 _FORM = {"use_attribute_docstrings": True, "extra": "forbid"}
 """Config of pydantic, with which Prefect describes the fields in the form of a flow."""
 
@@ -88,10 +91,18 @@ class Call:
     version. A call that fails leaves its shards to the others."""
     label: str = "stage"
     """Name of the call in logs."""
+    note: str = ""
+    """The user's words for the manifest of a version that this call makes."""
     where: Where = Where()
     """Where it runs."""
     quiver: str = field(default_factory=quiver_version)
     """Version of the program that built the call; a process of another version refuses it."""
+
+    def __post_init__(self) -> None:
+        problem = problem_of(self.note) if isinstance(self.note, str) else "must be a text"
+        if problem or len(self.note) > MOST_OF_NOTE:
+            problem = problem or f"has {len(self.note)} characters, at most {MOST_OF_NOTE} are kept"
+            raise ConfigError("note", problem, next="write a shorter, plain text")
 
     def to_json(self) -> dict[str, Any]:
         """Return the call in plain JSON."""

@@ -98,8 +98,9 @@ def find_or_make(call: Call, store: Store | None = None) -> Outcome:
             "its work cannot be shared among processes",
             next="start it once, without share",
         )
-    if call.force:  # a forced version is added beside the existing one
-        plan = replace(plan, only_number=None)
+    # a forced version is added beside the existing one
+    only_number = None if call.force else plan.only_number
+    plan = replace(plan, note=call.note, only_number=only_number)
     if version is None and os.environ.get("RANK", "0") != "0":
         version = _make_without_writers(stage, plan, call.force)
     elif version is None:
@@ -191,6 +192,7 @@ def run_stage(
     force: bool = False,
     share: bool = False,
     in_process: bool = False,
+    note: str = "",
     **refs: str | Ref | list[str],
 ) -> Ref:
     """Run one stage on saved versions, and return the reference of the result.
@@ -203,6 +205,7 @@ def run_stage(
         force: make a new version, even if a finished one exists.
         share: share the work with other processes that run the same call.
         in_process: run in this process instead of a child.
+        note: your words about it, kept in its manifest. A finished version keeps its own.
         refs: references by role, such as `rollouts="arith/rollouts@3"`.
 
     Raises:
@@ -215,7 +218,7 @@ def run_stage(
         for role, ref in refs.items()
         if ref is not None
     }
-    call = Call(stage, fields, opened.url, texts, into, force, share)
+    call = Call(stage, fields, opened.url, texts, into, force, share, note=note)
     try:
         outcome = find_or_make(call, opened) if in_process else find_outcome(call) or run_call(call)
     except BusyError as error:

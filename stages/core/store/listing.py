@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
+from urllib.parse import quote, unquote
 
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import from_json
@@ -40,7 +41,7 @@ EXPIRED, NO_OPTIMIZER, REMOVED = "expired", "expired.optimizer", "removed"
 _MOST_BYTES = 612 * 1024 * 1024
 """Largest index that is read: one line of about 130 bytes per version."""
 _NAME = re.compile(rf"^v([0-9]{{6,12}})(?:\.({EXPIRED}|{NO_OPTIMIZER}|{REMOVED}))?$", re.MULTILINE)
-_LINE = re.compile(rb"[0-9]+ [0-9a-f]{64} \S+ [0-9]+ [0-9]+ \S+")
+_LINE = re.compile(rb"[0-9]+ [0-9a-f]{64} \S+ [0-9]+ [0-9]+ \S+( \S+)?")
 _CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})",')
 """The checksum in a manifest; the keys are sorted, so no other text comes before it."""
 
@@ -57,18 +58,21 @@ class Summary:
     created: str = ""
     error: str = ""
     """Why the manifest cannot be read, or empty."""
+    note: str = ""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Summary:
         """Build the summary of a manifest from its fields."""
         num_bytes = sum(fields["bytes"].values())
         names = ("version", "run_key", "stage", "rows")
-        return cls(*(fields[name] for name in names), num_bytes, fields["created"])
+        about = {"created": fields["created"], "note": fields.get("note", "")}
+        return cls(*(fields[name] for name in names), num_bytes, **about)
 
     def line(self) -> bytes:
         """Return its line in the index."""
         fields = (self.number, self.run_key, self.stage, self.rows, self.bytes, self.created)
-        return " ".join(map(str, fields)).encode()
+        note = [quote(self.note)] if self.note else []
+        return " ".join([*map(str, fields), *note]).encode()
 
 
 class Listing:
@@ -161,8 +165,8 @@ class Listing:
         return Summary(number, error=f"{error.code} {error.object}: {error.message}")
 
 
-def _quick(raw: bytes) -> Summary | None:
-    """Read the summary of a whole manifest without building it; None if that does not work.
+def manifest_fields(raw: bytes) -> dict[str, Any] | None:
+    """Read the fields of a whole manifest without building it; None if that does not work.
 
     `from_json` takes a millisecond, too long for ten thousand manifests.
     """
@@ -171,8 +175,15 @@ def _quick(raw: bytes) -> Summary | None:
         return None
     if hashlib.sha256(raw[: match.start()] + raw[match.end() :]).hexdigest().encode() != match[1]:
         return None
-    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return Summary.of(json.loads(raw))
+    with suppress(ValueError, RecursionError):
+        return json.loads(raw)
+    return None
+
+
+def _quick(raw: bytes) -> Summary | None:
+    """Read the summary of a manifest; None if it is not whole."""
+    with suppress(KeyError, TypeError, AttributeError):
+        return Summary.of(manifest_fields(raw))
     return None
 
 
@@ -198,5 +209,7 @@ def _lines_of(index: bytes) -> Mapping[int, bytes]:
 
 
 def _parse(line: bytes) -> Summary:
-    number, run_key, stage, rows, num_bytes, created = line.decode().split(" ")
-    return Summary(int(number), run_key, stage, int(rows), int(num_bytes), created)
+    number, run_key, stage, rows, num_bytes, created, *note = line.decode().split(" ")
+    numbers = {"rows": int(rows), "bytes": int(num_bytes)}
+    note = unquote("".join(note))
+    return Summary(int(number), run_key, stage, **numbers, created=created, note=note)

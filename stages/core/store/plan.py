@@ -46,6 +46,8 @@ class Plan:
     with no row left to score)."""
     patience_seconds: float | None = None
     """Seconds that an idle process waits for another's shard, if the work is shared."""
+    note: str = ""
+    """The user's words for the manifests; not part of the run key."""
 
     @cached_property
     def run_key(self) -> str:
@@ -123,4 +125,5 @@ class Plan:
                 for role, version in self.inputs.items()
             ),
             "models": self.models,
+            "note": self.note,
         }

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from quiver.stages.core import plugins
 from quiver.stages.core.config import Runtime, without_folder
+from quiver.stages.core.from_cell import as_file
 from quiver.stages.core.servers import refuse_token, refuse_url
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.scoring import ScorerConfig
@@ -53,8 +54,13 @@ class FunctionConfig(ScorerConfig):
     @model_validator(mode="before")
     @classmethod
     def _nothing_secret(cls, section: Any) -> Any:
-        """Refuse written secrets and style errors, and fill in the name. It runs on the whole
-        section as its input, so that no message shows what was written."""
+        """Refuse written secrets and style errors, put a Python function into a file, and fill in
+        the name. It runs on the whole section as its input, so that no message shows what was
+        written."""
+        if callable(section):
+            section = {"use": section}
+        if isinstance(section, dict) and callable(section.get("use")):
+            section = {**section, "use": as_file(section["use"])}
         if not isinstance(section, dict) or not isinstance(section.get("use"), str):
             return section
         arguments = section.get("arguments")

@@ -30,6 +30,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import ConfigError, ResourceError, from_dict, printable
+from quiver.stages.core.run.stage_process import this_process
 from quiver.stages.core.run.user_process import (
     Ended,
     Killed,
@@ -41,6 +42,9 @@ from quiver.stages.core.run.user_process import (
 from quiver.stages.reward.pool import calls, jobs
 from quiver.stages.reward.scoring import LARGEST, Part
 
+_kept: dict[tuple[int | None, float | None], Pool] = {}
+"""Pools that wait for the next call of this process, by their settings. Their processes end with
+this one."""
 LOAD_SECONDS = 120.0
 LOAD_ATTEMPTS = 3
 """Processes in a row that a signal may end while they import a function."""
@@ -332,6 +336,24 @@ class Pool:
         with self._lock:
             function.seconds += seconds_of_call
         process.last_calls[function] = (len(rows), seconds_of_call)
+
+
+@contextmanager
+def open_pool(workers: int | None, memory_gib: float | None) -> Iterator[Pool]:
+    """Open a pool and close it. A process that will answer further calls keeps it for them, unless
+    the block raises, since starting Python costs more than scoring a few rows."""
+    settings = (workers, memory_gib)
+    pool = _kept.pop(settings, None) or Pool(*settings)
+    keeps = False
+    try:
+        yield pool
+        # an async function has added a place
+        keeps = this_process.may_be_resident and pool._num_places == pool.workers
+    finally:
+        if keeps:
+            _kept[settings] = pool
+        else:
+            pool.close()
 
 
 def _closed() -> ResourceError:

@@ -1,0 +1,88 @@
+"""`quiver sweep`: compare settings on saved rollouts, and show the comparison again."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Annotated, Any
+
+import typer
+
+from quiver.schemas.errors import ConfigError, from_dict, printable
+
+from .shared import RecipeFile, Settings, StorePath, read_recipe, say
+
+
+def sweep(
+    recipe: RecipeFile,
+    over: Annotated[
+        list[str] | None, typer.Option(help="KEY=V1,V2: compare these values; may be repeated")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="each cell with so many seeds", min=1)] = None,
+    then: Annotated[
+        int, typer.Option(help="train the best two for so many iterations more", min=0)
+    ] = 0,
+    show: Annotated[
+        bool, typer.Option("--show", help="show what was made; nothing is run")
+    ] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="print comma-separated values")] = False,
+    store: StorePath = None,
+    settings: Settings = None,
+) -> None:
+    """Compare settings. Each cell of [sweep] trains on the same saved rollouts; resumes by
+    itself."""
+    from quiver.flows.look.live import shown_live
+    from quiver.flows.look.sweeps import cell_rows, sweep_lines
+    from quiver.flows.sweep import saved
+    from quiver.flows.sweep import sweep as run_cells
+    from quiver.stages.core.store import Store
+
+    loaded = read_recipe(recipe, settings, store)
+    values = dict(map(_values, over or ()))
+    changes: dict[str, Any] = {"over": {**loaded.sweep.over, **values}}
+    changes |= {} if seeds is None else {"seeds": seeds}
+    loaded = loaded.model_copy(update={"sweep": loaded.sweep.model_copy(update=changes)})
+    if show:
+        record = saved(loaded)
+    else:
+        with shown_live():
+            record = run_cells(loaded, then)
+    opened = Store(loaded.store)
+    tables = {part: cell_rows(opened, record[part]) for part in ("cells", "then")}
+    lines = _csv_lines(tables["cells"]) if as_csv else sweep_lines(opened, record)
+    say({**record, **tables}, lines)
+    errors = [row["error"] for table in tables.values() for row in table if row["error"]]
+    if errors:
+        raise SystemExit(from_dict(errors[0]).exit_code)
+
+
+def _values(text: str) -> tuple[str, list[Any]]:
+    """Read `KEY=V1,V2`, each value as `--set` reads it."""
+    from quiver.flows.sections import put_setting
+
+    key, equals, values = text.partition("=")
+    if not (key and equals and values):
+        raise ConfigError(
+            f"--over {printable(text)}",
+            "expected KEY=V1,V2",
+            next="write it like --over optimize.learning_rate=1e-6,3e-6",
+        )
+    section: dict[str, Any] = {}
+    put_setting(section, f"all=[{values}]")
+    if isinstance(section["all"], list):
+        return key, section["all"]
+    for index, value in enumerate(values.split(",")):
+        put_setting(section, f"each.{index}={value}")
+    return key, list(section["each"].values())
+
+
+def _csv_lines(rows: list[dict[str, Any]]) -> list[str]:
+    from quiver.flows.look.sweeps import labels_of
+
+    text = io.StringIO()
+    flat = [{"cell": row["cell"], **labels_of(row), **row} for row in rows]
+    names = [name for name in flat[0] if name not in ("settings", "cached")]
+    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue().splitlines()

@@ -1,0 +1,200 @@
+"""`quiver sweep`: cells on the same saved rollouts, and cells that are whole runs."""
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from quiver.flows import dispatch
+from quiver.flows.recipe import load
+from quiver.flows.sweep import cells_of, sweep
+from quiver.schemas.errors import ConfigError
+from quiver.stages.core.run import stage_process
+from quiver.stages.core.store import Store, retention
+from quiver.stages.evaluate.comparison import compare
+from tests.flows.conftest import stay_here, write_recipe
+from tests.writing import run_iteration
+
+SWEEP = """
+[sweep]
+rollouts = "tiny/rollouts@1"
+[sweep.over]
+reward = [
+    { name = "even", functions = [{ use = "rewards.py:evenness" }] },
+    { name = "low", functions = [{ use = "low.py:share" }] },
+]
+"optimize.learning_rate" = [1e-3, 1e-2]
+"""
+LOW = """
+def share(completion_ids, **_):
+    return [sum(t < 160 for t in ids) / len(ids) for ids in completion_ids]
+"""
+CELL = ["generate", "reward", "evaluate"]
+"""What the measurement of a cell makes; its prompts are the base's."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A recipe with a sweep, and rollouts of its first iteration."""
+    path = write_recipe(tmp_path_factory.mktemp("sweep"))
+    (path / "low.py").write_text(LOW)
+    with (path / "recipe.toml").open("a") as recipe:
+        recipe.write(SWEEP)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path)
+        run_iteration(load("recipe.toml"), Store("store"))
+    return path
+
+
+@pytest.fixture
+def made(folder, monkeypatch) -> list[str]:
+    """Stages that were run, in this process."""
+    stages: list[str] = []
+    stay_here(folder, monkeypatch, stages)
+    return stages
+
+
+def test_each_cell_trains_on_the_saved_rollouts_and_all_are_judged_alike(made, command):
+    code, answer = command("sweep", "recipe.toml", "--set", "run=alike")
+    rows = answer["cells"]
+    assert code == 0 and [row["error"] for row in rows] == [None] * 4
+    counts = Counter(made)
+    # one reward for two cells each, and one for each measurement; nothing is sampled for training
+    expected = {"prompt": 1, "generate": 5, "reward": 2 + 5, "optimize": 4, "evaluate": 5}
+    assert counts == expected
+    scores = [row["score"] for row in rows]
+    assert scores == sorted(scores, reverse=True)
+    labels = {(row["settings"]["reward"]["name"], row["settings"]["optimize.learning_rate"])
+              for row in rows}  # fmt: skip
+    assert labels == set(itertools.product(("even", "low"), (1e-3, 1e-2)))
+    store = Store("store")
+    baseline = store.open(answer["baseline"])
+    seeds = set()
+    for row in rows:
+        policy = store.open(row["policy"]).manifest
+        assert policy.input("policy").ref == "tiny/policy@0"
+        assert policy.input("rollouts").ref == "tiny/rollouts@1"
+        assert policy.config["learning_rate"] == row["settings"]["optimize.learning_rate"]
+        rewards = store.open(policy.input("rewards").ref).manifest
+        name = rewards.config["functions"][0]["use"]
+        assert name.startswith((row["settings"]["reward"]["name"] == "low" and "low") or "rewards")
+        assert row["settings"]["reward"]["name"] in policy.note
+        evaluation = store.open(row["evaluation"])
+        rollouts = store.open(evaluation.manifest.input("rollouts").ref)
+        seeds.add(tuple(rollouts.table()["seed"].to_pylist()))
+        paired = compare(store, baseline, evaluation)["difference"]["score"]
+        assert row["difference"] == pytest.approx(paired["score"])
+    assert len(seeds) == 1, "the same random numbers for all"
+
+
+def test_show_needs_manifests_alone_and_the_same_again_makes_nothing(made, command, capsys):
+    options = ("recipe.toml", "--set", "run=alike")
+    code, first = command("sweep", *options)
+    assert code == 0 and made == [] and all(row["cached"] for row in first["cells"])
+    retention.remove(Store("store"), first["cells"][-1]["policy"])
+    assert command("sweep", *options, "--show")[1]["cells"] == first["cells"] and made == []
+    code, error = command("sweep", *options, "--show", "--seeds", "2")
+    assert code == 2 and "has none with these settings" in error["error"]["message"]
+
+
+@pytest.mark.parametrize("num_calls", [3, 6, 11])
+def test_a_killed_sweep_goes_on_and_makes_nothing_twice(made, monkeypatch, num_calls):
+    recipe = load("recipe.toml", [f"run=killed-{num_calls}", "sweep.over.reward=[{}]"])
+    run_call = dispatch.run_call
+
+    def killed(call, **options):
+        if len(made) == num_calls:
+            raise KeyboardInterrupt
+        return run_call(call, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "run_call", killed)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(recipe)
+    record = sweep(recipe)
+    assert all("evaluation" in cell for cell in record["cells"].values())
+    counts = {"prompt": 1, "generate": 3, "reward": 1 + 3, "optimize": 2, "evaluate": 3}
+    assert Counter(made) == counts
+
+
+def test_a_failing_cell_does_not_end_the_others_and_is_tried_again(made, command):
+    Path("low.py").write_text(
+        "def share(completions, **_):\n    return [1 / 0 for _ in completions]\n"
+    )
+    options = ("sweep", "recipe.toml", "--set", "run=failing")
+    options += ("--over", "optimize.learning_rate=1e-3")
+    code, answer = command(*options)
+    even, low = answer["cells"]
+    assert code == 6 and (even["error"], low["score"]) == (None, None)
+    assert (even["settings"]["reward"]["name"], low["error"]["code"]) == ("even", "E-REWARD")
+    Path("low.py").write_text(LOW)
+    made.clear()
+    code, answer = command(*options)
+    assert code == 0 and Counter(made) == Counter(["reward", "optimize", *CELL])
+
+
+def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, command):
+    options = ("sweep", "recipe.toml", "--set", "run=alike", "--then", "1")
+    code, answer = command(*options)
+    assert code == 0
+    best = [row["policy"] for row in answer["cells"][:2]]
+    store = Store("store")
+    for row in answer["then"]:
+        policy = store.open(row["policy"]).manifest
+        assert policy.input("policy").ref in best
+        rollouts = store.open(policy.input("rollouts").ref).manifest
+        assert rollouts.require_model("policy").ref == policy.input("policy").ref
+        assert rollouts.config["round"] == 2
+        evaluation = store.open(row["evaluation"]).manifest
+        sampled = store.open(evaluation.input("rollouts").ref).manifest.config["seed"]
+        before = store.open(answer["cells"][0]["evaluation"]).manifest.input("rollouts").ref
+        assert sampled == store.open(before).manifest.config["seed"] + 1
+    assert len(answer["then"]) == 2
+    assert command("sweep", "recipe.toml", "--set", "run=alike", "--show")[1] == answer
+
+
+def test_cells_without_rollouts_are_whole_runs_under_names_of_their_own(made, command):
+    options = ["sweep", "recipe.toml", "--set", "run=whole", "--set", "sweep.rollouts=null"]
+    options += ["--set", "sweep.over={}", "--set", "iterations=1"]
+    options += ["--over", "optimize.algorithm=grpo,rloo"]
+    code, answer = command(*options)
+    assert code == 0
+    runs = {row["policy"].partition("/")[0] for row in answer["cells"]}
+    assert len(runs) == 2 and all(run.startswith("whole-") for run in runs)
+    store = Store("store")
+    algorithms = {store.open(row["policy"]).manifest.config["algorithm"] for row in answer["cells"]}
+    assert algorithms == {"grpo", "rloo"}
+    assert {store.open(row["evaluation"]).ref.run for row in answer["cells"]} == {"whole"}
+    made.clear()
+    assert command(*options)[0] == 0 and made == []
+
+
+def test_a_process_serves_all_cells(folder, monkeypatch, command):
+    monkeypatch.chdir(folder)
+    started = []
+    start = stage_process.StageProcess.__init__
+    monkeypatch.setattr(
+        stage_process.StageProcess,
+        "__init__",
+        lambda self, *arguments: (started.append(arguments), start(self, *arguments))[1],
+    )
+    options = ("--set", "run=served", "--set", "sweep.over.reward=[{}]")
+    code, answer = command("sweep", "recipe.toml", *options)
+    assert code == 0 and len(answer["cells"]) == 2 and len(started) == 1
+
+
+def test_over_is_read_as_a_recipe_is(folder, monkeypatch, command, capsys):
+    monkeypatch.chdir(folder)
+    recipe = load("recipe.toml", ["sweep.over={}", "sweep.seeds=3"])
+    assert [cell.recipe.seed for cell in cells_of(recipe)] == [7, 8, 9]
+    none = load("recipe.toml", ["sweep.over={}"])
+    sampled = load("recipe.toml", ["sweep.over={}", "sweep.over.generate=[{}]"])
+    unknown = load("recipe.toml", ["sweep.over={}", "sweep.over={'optimize.lerning_rate'=[1]}"])
+    for wrong, words in (
+        (none, "names no key"),
+        (sampled, "does not change saved rollouts"),
+        (unknown, "did you mean learning_rate"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            cells_of(wrong)
