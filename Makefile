@@ -66,7 +66,7 @@ slow: setup servers
 
 # Faults and broken files in full: three hours or so on two cores. TORTURE_SHARE=0.1: a tenth of the trials
 torture: setup servers
-	$(PYTEST) $(SIDE_BY_SIDE) -m torture
+	$(PYTEST) $(SIDE_BY_SIDE) --dist worksteal -m torture
 
 gpu: setup
 	$(PYTEST) -m gpu

@@ -4,8 +4,8 @@ cells start from.
     rows = cell_rows(store, record["cells"])        # the best first
     lines = table_lines(rows)
 
-A difference is told apart from 0 if its p-value, by Student's t over the prompts and corrected for
-the number of cells by Holm's method, is below 0.05. Its interval is not corrected.
+A difference is told apart from 0 if its p-value, corrected for the number of cells by Holm's method,
+is at most 0.05. Its interval is not corrected.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from typing import Any
 
 from quiver.schemas.refs import parse
 from quiver.stages.core.store import Store
-from quiver.stages.evaluate import student
-from quiver.stages.evaluate.estimators import Estimate
+from quiver.stages.evaluate.statistics import CONFIDENCE, holm
 
 from .words import aligned, cell, counted, number, score_of
 
-CONFIDENCE = 0.95
 _UNKNOWN = ("policy", "evaluation", "score", "stderr", "n", "difference", "low", "high", "p_value")
 _UNKNOWN += ("verdict", "approx_kl", "clip_fraction", "error")
 
@@ -38,18 +36,19 @@ def cell_rows(store: Store, entries: Mapping[str, dict[str, Any]]) -> list[dict[
         if entry.get("evaluation"):
             metrics = store.version(parse(entry["evaluation"])).manifest.metrics
             trained = store.version(parse(entry["policy"])).manifest.metrics
-            difference = Estimate(**metrics["difference"]["score"])
+            difference = metrics["difference"]["score"]
             row |= {name: metrics[name] for name in ("score", "stderr", "n")}
             row |= {name: trained.get(name) for name in ("approx_kl", "clip_fraction")}
-            row["difference"] = difference.score
-            row["low"], row["high"] = student.interval(difference, CONFIDENCE) or (None, None)
-            row["p_value"] = student.p_value(difference)
+            row["difference"] = difference["score"]
+            if difference["interval"]:
+                row["low"], row["high"] = difference["interval"]
+                row["p_value"] = difference["p"]
         rows.append(row)
     tested = [row for row in rows if row["p_value"] is not None]
-    corrected = student.holm([row["p_value"] for row in tested])
+    corrected = holm([row["p_value"] for row in tested])
     for row, p_value in zip(tested, corrected, strict=True):
         row["p_value"] = p_value
-        is_apart = p_value < 1 - CONFIDENCE
+        is_apart = p_value <= 1 - CONFIDENCE
         word = "better" if row["difference"] > 0 else "worse"
         row["verdict"] = word if is_apart else "not told apart"
     return sorted(rows, key=lambda row: (row["score"] is None, -(row["score"] or 0), row["cell"]))
