@@ -4,8 +4,8 @@ cells start from.
     rows = cell_rows(store, record["cells"])        # the best first
     lines = table_lines(rows)
 
-A difference is told apart from 0 if its p-value, corrected for the number of cells by Holm's method,
-is at most 0.05. Its interval is not corrected.
+A difference is told apart from 0 if its p-value, corrected for the number of cells by Holm's
+method, is at most 0.05. Its interval is not corrected.
 """
 
 from __future__ import annotations
