@@ -169,6 +169,7 @@ def test_a_policy_that_hears_nothing_is_refused(store, tmp_path):
 def test_pictures_and_clips_together_are_refused(store, tmp_path, policy):
     """Each model type that is known reads one of them."""
     sight.make_policy(store, tmp_path / "sees")
+    (tmp_path / "0.png").write_bytes(sight.png(0))
     rows = [{"prompt": "one", "audio": "1.wav", "images": "0.png"}]
     with pytest.raises(ConfigError, match=f"{policy} does not read both pictures and clips"):
         render(store, tmp_path, rows, policy, prompt="prompt", images="images")
