@@ -37,7 +37,7 @@ def gated(both):
 
 def rotated(angles, queries, keys):
     states = (leaf.transpose(1, 2) for leaf in (queries, keys))
-    positions = (position.to(queries) for position in (angles.cos(), angles.sin()))
+    positions = (position.to(queries.device) for position in (angles.cos(), angles.sin()))
     queries, keys = rope.LigerRopeFunction.apply(*states, *positions)
     return {"queries": queries, "keys": keys}
 
