@@ -58,7 +58,7 @@ def score(ids):
 
 def expected(first, second):
     """The mean score over every sequence; one that ends at once has one token."""
-    even = np.arange(first.shape[1]) % 2 == 0
+    even = (np.arange(first.shape[1]) % 2 == 0).astype(float)
     two = (even[:, None] + even[None]) / 2
     by_first = (second * two).sum(2)
     by_first[:, EOS] = score([EOS])
