@@ -58,7 +58,7 @@ def score(ids):
 
 def expected(first, second):
     """The mean score over every sequence; one that ends at once has one token."""
-    even = np.arange(first.shape[1]) % 2 == 0
+    even = (np.arange(first.shape[1]) % 2 == 0).astype(float)
     two = (even[:, None] + even[None]) / 2
     by_first = (second * two).sum(2)
     by_first[:, EOS] = score([EOS])
@@ -126,7 +126,7 @@ def test_an_estimate_is_the_expected_score_over_every_sequence(store, policy, tm
     near, _far = (
         nudged(store, tmp_path / run, run, size) for run, size in (("near", 0.01), ("far", 0.5))
     )
-    evaluation, rows, asked = sampled_by(store, policy, "a", 0)
+    evaluation, rows, asked = sampled_by(store, policy, "a", 1)
     names = ["near/policy@0", "far/policy@0", "policy@0"]
     answer, made = estimated(store, names, str(evaluation.ref))
     close, refused, same = answer["estimates"]
@@ -158,7 +158,7 @@ def test_an_estimate_is_the_expected_score_over_every_sequence(store, policy, tm
     assert f"{close['estimate']:.4f}" in text and "from tiny.eval/rollouts@1: 384 rows" in text
     assert "sample instead: `quiver evaluate toy.toml --policy far/policy@0`" in text
 
-    second, *_ = sampled_by(store, near, "b", 1, asked)
+    second, *_ = sampled_by(store, near, "b", 2, asked)
     both, _ = estimated(store, names[:1], str(evaluation.ref), str(second.ref))
     assert both["estimates"][0]["rows"] == 2 * len(rows)
     assert both["estimates"][0]["estimate"] == pytest.approx(expected(*chances[0]), abs=0.04)
