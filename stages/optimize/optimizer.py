@@ -184,15 +184,17 @@ def load_optimizer_state(
             continue
         scales = tensors.get(f"{kind}{_SCALE}.{name}")
         block = _block(optimizer, parameter)
-        is_signed = _IS_SIGNED[kind]
+        stored = {kind: saved, kind + _SCALE: scales}
         if scales is None and block:
-            saved, scales = quantize(saved, block, is_signed=is_signed)
-        elif scales is not None and not block:
-            saved, scales = dequantize(saved, scales, is_signed=is_signed), None
+            codes, scales = quantize(saved, block, is_signed=_IS_SIGNED[kind])
+            stored = {kind: codes, kind + _SCALE: scales}
+        elif scales is None:
+            stored = {kind: saved}
+        elif not block:
+            stored = {kind: dequantize(saved, scales, is_signed=_IS_SIGNED[kind])}
         moments = optimizer.state[parameter]
-        moments[kind] = like(saved, parameter, on_host=_is_on_host(optimizer))
-        if scales is not None:
-            moments[kind + _SCALE] = like(scales, parameter, on_host=_is_on_host(optimizer))
+        for part, tensor in stored.items():
+            moments[part] = like(tensor, parameter, on_host=_is_on_host(optimizer))
         moments["step"] = tensors["updates"].reshape(()).clone().to(parameter.device)
 
 
