@@ -410,8 +410,8 @@ class Estimate:
             changes += [ranks, ranks | cheaper] if count > 1 else []
             few_bytes = {"optimizer": "adamw_8bit"}
             changes += [few_bytes, few_bytes | cheaper, {"lora": {}}, {"lora": {}, **cheaper}]
-            few_bytes["precision"] = "bf16_stochastic"
-            changes += [few_bytes | cheaper, few_bytes | cheaper | {"moments_on_host": True}]
+            fewest = few_bytes | {"precision": "bf16_stochastic"} | cheaper
+            changes += [fewest, fewest | {"moments_on_host": True}]
             for change in changes:
                 with suppress(ValueError):  # Some settings do not go with others of the recipe.
                     changed = OptimizeConfig.model_validate({**config.model_dump(), **change})

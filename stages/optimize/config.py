@@ -440,15 +440,11 @@ class Config(base.Config):
                 "save_dtype is for merged weights, and lora.save = 'adapter' saves none: leave one "
                 "out"
             )
-        if self.shard and is_narrow:
+        if self.shard and (is_narrow or self.moments_on_host):
+            conflicting = f"precision {self.precision!r}" if is_narrow else "moments_on_host"
             raise ValueError(
-                f"precision {self.precision!r} does not go with shard: take 'bf16', whose weights "
-                "are float32 and sharded"
-            )
-        if self.shard and self.moments_on_host:
-            raise ValueError(
-                "moments_on_host does not go with shard, which divides the moments over the ranks: "
-                "leave one out"
+                f"{conflicting} does not go with shard, whose ranks hold their rows of float32 "
+                "weights and moments on their devices: leave one out"
             )
         if self.kl_in_reward and self.kl_coef == 0:
             raise ValueError("kl_in_reward needs kl_coef > 0")

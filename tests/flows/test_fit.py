@@ -293,6 +293,7 @@ QWEN3 = {
     "1.7B": (2048, 6144, 28, 16),
     "4B": (2560, 9728, 36, 32),
     "8B": (4096, 12288, 36, 32),
+    "32B": (5120, 25600, 64, 64),
 }
 """Hidden size, intermediate size, layers and heads."""
 
@@ -303,7 +304,7 @@ def qwen3(size):
         Qwen3Config(
             vocab_size=151936, hidden_size=hidden, intermediate_size=intermediate,
             num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=8,
-            head_dim=128, tie_word_embeddings=size != "8B",
+            head_dim=128, tie_word_embeddings=size not in ("8B", "32B"),
         )
     )  # fmt: skip
 
@@ -343,6 +344,23 @@ def test_a_sleeping_engine_takes_its_part_of_one_gpu():
     assert not Estimate(recipe(), SMALL, WORK, replace(card, memory=int(least - 1e9))).fits(full)
 
 
+@pytest.mark.parametrize(
+    ("size", "gpus", "fields", "gigabytes"),
+    [
+        ("8B", "h100", {}, 77),
+        ("8B", "h100", {"precision": "bf16_stochastic"}, 59),
+        ("32B", "h100:8", {"processes": 8, "shard": True}, 62),
+    ],
+)
+def test_few_bytes_a_weight_make_larger_models_fit(size, gpus, fields, gigabytes):
+    on_gpus = estimate(gpus, qwen3(size))
+    plain = on_gpus.training(Config(**{**fields, "precision": "bf16"}))
+    need = on_gpus.training(Config(optimizer="adamw_8bit", token_budget=8192, **fields))
+    assert on_gpus.fits(need) and not on_gpus.fits(plain)
+    assert need.bytes / 1e9 == pytest.approx(gigabytes, abs=1)
+    assert "moments in 8 bits" in need.notes[0]
+
+
 # -- does it fit
 
 
@@ -351,7 +369,8 @@ def test_settings_that_make_training_fit():
     need = one.training(Config(kl_coef=0.1))
     assert not one.fits(need)
     remedies = dict(one.remedies(need))
-    assert next(iter(remedies)) == "optimize.lora = {}"
+    assert next(iter(remedies)) == 'optimize.optimizer = "adamw_8bit"'
+    assert [*remedies][-1] == "optimize.lora = {}"
     assert all(map(one.fits, remedies.values()))
     shared = dict(eight.remedies(need))["optimize.processes = 8, optimize.shard = true"]
     assert shared.devices == 8 and eight.fits(shared) and not one.fits(shared)

@@ -53,10 +53,18 @@ def test_a_model_of_another_kind_is_refused(config, message):
 
 
 @pytest.mark.parametrize(
-    ("precision", "bytes_per_weight"), [("fp32", 16), ("bf16", 18), ("bf16_stochastic", 14)]
+    ("precision", "is_8bit", "bytes_per_weight"),
+    [
+        ("fp32", False, 16),
+        ("bf16", False, 18),
+        ("bf16_stochastic", False, 14),
+        ("fp32", True, 8),
+        ("bf16", True, 8),
+        ("bf16_stochastic", True, 6),
+    ],
 )
-def test_bytes_per_trained_weight_are_those_of_the_documents(precision, bytes_per_weight):
-    parts = train(precision)
+def test_bytes_per_trained_weight_are_those_of_the_documents(precision, is_8bit, bytes_per_weight):
+    parts = train(precision, is_8bit=is_8bit)
     states = parts["weights"] + parts["gradients"] + parts["moments"]
     assert states / SEVEN.weights == pytest.approx(bytes_per_weight, rel=0.02)
 
@@ -64,8 +72,24 @@ def test_bytes_per_trained_weight_are_those_of_the_documents(precision, bytes_pe
 def test_a_rank_holds_its_share_and_what_is_whole_for_a_moment():
     parts = train("fp32", ranks=8)
     assert parts["weights"] == 4 * SEVEN.weights / 8
-    embeddings = 2 * 4 * (2 * SEVEN.head)  # weights and gradients of both, in float32
-    assert embeddings < parts["whole for a moment"] < 2 * embeddings
+    # the head, its gradient, the gradient's copy for the exchange, and the next layer
+    assert parts["whole for a moment"] == 4 * (3 * SEVEN.head + SEVEN.largest_layer)
+    assert train("bf16", ranks=8)["weights"] == parts["weights"], "casts are not kept"
+
+
+def test_moments_on_the_host_take_none_of_a_gpus_memory():
+    assert train(moments_on_host=True)["moments"] == 0
+    on_cpu = memory.training(SEVEN, 792, on_gpu=False, precision="fp32", moments_on_host=True)
+    assert on_cpu["moments"] == 8 * SEVEN.weights
+
+
+def test_casts_of_few_byte_training_are_those_of_a_pass():
+    casts = [
+        train(is_8bit=True, recomputes=again)["whole for a moment"] - 4 * SEVEN.head
+        for again in (False, True)
+    ]
+    held = SEVEN.in_layers, SEVEN.largest_layer
+    assert casts == [2 * (layers + SEVEN.head) for layers in held]
 
 
 def test_activations_by_hand():
