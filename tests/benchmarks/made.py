@@ -50,12 +50,13 @@ def random_policy(store: Store, shape: str) -> Version:
     """Random weights in the shape of a Qwen3 model, one of SHAPES, as `bench/policy@0`."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from tests.tiny import tokenizer
+    from tests.tiny import BOS, EOS, PAD, tokenizer
 
     hidden, inner, layers, heads, width = SHAPES[shape]
     config = Qwen3Config(
         vocab_size=151_936, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=8, head_dim=width, max_position_embeddings=4096, tie_word_embeddings=True,
+        pad_token_id=PAD, bos_token_id=BOS, eos_token_id=EOS,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
