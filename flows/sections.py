@@ -234,7 +234,7 @@ class Evaluate(EvaluateConfig):
 class Sweep(Config):
     """The settings that `quiver sweep` compares."""
 
-    rollouts: str | list[str] | None = None
+    rollouts: str | Annotated[list[str], Field(min_length=1)] | None = None
     """Saved rollouts, `run/rollouts@version`, that every cell trains on. Default: each cell is a
     whole run."""
     over: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default_factory=dict)

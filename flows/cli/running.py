@@ -266,7 +266,7 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
         }
         if into is not None and name != "optimize":
             problem = "only optimize takes it"
-            raise ConfigError("--into", problem, next=f"quiver {name} RECIPE --set run=RUN")
+            raise ConfigError("--into", problem, next="set another run: --set run=NAME")
         into = into and check_name(into, "run")
         loaded = read_recipe(recipe, settings, store, measures=name == "evaluate")
         if override and name == "reward":

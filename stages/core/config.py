@@ -262,7 +262,8 @@ def _similar_keys(cls: type[BaseModel], place: _Place, key: str, prefix: list[st
         return [meant]
     names = list(getattr(place.section, "model_fields", {}))
     leaves = [path.rpartition(".")[2] for path in all_paths]
-    for similarity, known in ((_SURE + 0.01, names), (_SURE, leaves), (0.5, names)):
+    tries = ((1.0, leaves), (_SURE + 0.01, names), (_SURE, leaves), (0.5, names))
+    for similarity, known in tries:
         near = difflib.get_close_matches(key, known, 1, similarity)
         if near and known is names:
             return [".".join([*place.names, *near])]

@@ -189,16 +189,7 @@ class Trainer(SavedState):
             self.mode = choose_mode(
                 self.policy, sequences, self.batch.prompt_numbers, config.packing
             )
-        if self.precision == "bf16_stochastic":
-            narrow(self.model)
-        if config.lora and self.precision == "bf16":
-            narrow_frozen(self.model)
-        if config.optimizer == "adamw_8bit":
-            self.policy.keeps_casts = False
-            for parameter in self.policy.parameters():
-                # ranks that shard weights sum the parts of a gradient in float32
-                if parameter.requires_grad and parameter.ndim > 1 and not is_sharded(parameter):
-                    parameter.grad_dtype = torch.bfloat16
+        self._narrow()
         self.policy.entropy_gradient = self.objective.has_bonus
         self.policy.fuse()  # after every change that moves weights in memory
         self.kernel = None
@@ -216,6 +207,19 @@ class Trainer(SavedState):
         ]
         """Parameters whose gradients are clipped by one norm; a critic with its own trunk is the
         last group."""
+
+    def _narrow(self) -> None:
+        """Round weights to bfloat16, and let gradients be bfloat16, where the config says so."""
+        if self.precision == "bf16_stochastic":
+            narrow(self.model)
+        if self.config.lora and self.precision == "bf16":
+            narrow_frozen(self.model)
+        if self.config.optimizer == "adamw_8bit":
+            self.policy.keeps_casts = False
+            for parameter in self.policy.parameters():
+                # ranks that shard weights sum the parts of a gradient in float32
+                if parameter.requires_grad and parameter.ndim > 1 and not is_sharded(parameter):
+                    parameter.grad_dtype = torch.bfloat16
 
     # -- the loop
 

@@ -309,7 +309,6 @@ EQUIVALENT = {
     "leases:Owner.this_process:drop:0": "a process that asks is alive, so it has begun",
     "leases:Leases.top:one:3": "of a link that was released, nothing else is asked",
     "listing:Listing.visible:drop:5": "without marks, the order is that of the numbers anyway",
-    "listing:_quick:drop:0": "what is not read quickly is read slowly",
     "versions:Version._verify_files:one:1": "one file is fetched alone or with its folder",
     "turns/pool:_Slot.__init__:drop:0": "an annotation",
     "environment_process:Answerer._randomness:drop:2": "a finished one's state takes memory alone",
