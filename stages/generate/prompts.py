@@ -99,7 +99,8 @@ def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.
         return
     shown_by = str(prompts.ref)
     if not prompts_kind.most_media(table):
-        shown_by = f"generate.turns.max_{MEDIA[next(iter(most))]}"
+        limit = f"max_{MEDIA[next(iter(most))]}"
+        shown_by = f"generate.turns.{limit}"
     require_senses(shown_by, policy, most)
     if config.turns is not None and config.turns.rewritten == "restart":
         words = " and ".join(f"{WORDS[modality]}s" for modality in most)
