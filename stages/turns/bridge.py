@@ -218,7 +218,8 @@ class Bridge:
         """Raise ConfigError if the template shows no picture, or no clip, in an environment's
         message."""
         column = MEDIA[modality]
-        name = f"generate.turns.max_{column}"
+        limit = f"max_{column}"
+        name = f"generate.turns.{limit}"
         shown = {"role": self.tool_role, "content": _QUESTION, column: [""]}
         rendering = self.observation(name, [shown], has_end=True)
         if rendering.ids.count(self._processor.placeholder_ids[modality]) != 1:

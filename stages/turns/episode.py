@@ -52,7 +52,7 @@ _UNTOLD = "the engine gave this turn up"
 _REFUSED = "the policy cannot be shown its observation: {}"
 _TOO_MUCH = "the rewards of its last turn and of the whole episode add up to no float32"
 _LATE = "its observation was not read within generate.turns.{} {:g}"
-_NOT_SHOWN = "it shows a {}; set generate.turns.max_{} to how many an episode may show"
+_NOT_SHOWN = "it shows a {}; set generate.turns.{} to how many an episode may show"
 State = Literal["sample", "act", "finish", "ended"]
 
 
@@ -401,7 +401,7 @@ class Episode:
             if not self.setting.bridge.writes(role):
                 return f"the policy's chat template cannot write a message of the role {role} here"
         for modality in files.keys() - self.setting.limits.most_media.keys():
-            return _NOT_SHOWN.format(WORDS[modality], MEDIA[modality])
+            return _NOT_SHOWN.format(WORDS[modality], f"max_{MEDIA[modality]}")
         try:
             for modality, contents in files.items():
                 for number, content in enumerate(contents, 1):

@@ -184,7 +184,7 @@ def test_a_branch_plays_on_from_what_was_heard_before(saved):
             {},
             {"max_audio_seconds": 0.3},
             "environment_error",
-            "its clip 1 is longer than the 0.3 seconds that are read",
+            "its clip 2 is longer than the 0.3 seconds that are read",
         ),
         (
             {},
