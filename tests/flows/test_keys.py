@@ -272,7 +272,7 @@ def test_a_section_that_is_not_there_is_answered_with_those_that_are():
         keys.look_up("training")
     listed = (
         "policy, data, prompt, generate, reward, reference, logprobs, optimize, evaluate, "
-        "promotion, schedule, retention, placement"
+        "promotion, schedule, retention, sweep, placement"
     )
     assert f"no recipe has such a key or section (sections: {listed})" in caught.value.message
     for name, advice in (
