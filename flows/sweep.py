@@ -68,8 +68,8 @@ class Cell:
 def cells_of(recipe: Recipe) -> list[Cell]:
     """Return the cells of the recipe's grid. Raises ConfigError if one of them is no recipe."""
     grid = recipe.sweep.model_dump(mode="json")["over"]
-    if recipe.sweep.seeds > 1:
-        grid["seed"] = [recipe.seed + index for index in range(recipe.sweep.seeds)]
+    if recipe.sweep.num_seeds > 1:
+        grid["seed"] = [recipe.seed + index for index in range(recipe.sweep.num_seeds)]
     if not grid:
         raise ConfigError(
             "sweep.over", "names no key to compare", next="quiver sweep RECIPE --over KEY=V1,V2"

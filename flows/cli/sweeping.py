@@ -40,7 +40,7 @@ def sweep(
     loaded = read_recipe(recipe, settings, store)
     values = dict(map(_values, over or ()))
     changes: dict[str, Any] = {"over": {**loaded.sweep.over, **values}}
-    changes |= {} if seeds is None else {"seeds": seeds}
+    changes |= {} if seeds is None else {"num_seeds": seeds}
     loaded = loaded.model_copy(update={"sweep": loaded.sweep.model_copy(update=changes)})
     if show:
         record = saved(loaded)

@@ -186,7 +186,7 @@ def test_a_process_serves_all_cells(folder, monkeypatch, command):
 
 def test_over_is_read_as_a_recipe_is(folder, monkeypatch, command, capsys):
     monkeypatch.chdir(folder)
-    recipe = load("recipe.toml", ["sweep.over={}", "sweep.seeds=3"])
+    recipe = load("recipe.toml", ["sweep.over={}", "sweep.num_seeds=3"])
     assert [cell.recipe.seed for cell in cells_of(recipe)] == [7, 8, 9]
     none = load("recipe.toml", ["sweep.over={}"])
     sampled = load("recipe.toml", ["sweep.over={}", "sweep.over.generate=[{}]"])
