@@ -40,6 +40,7 @@ _SIGNATURES = {
 }
 """First bytes of files, including the formats that are refused later with a clear error."""
 _FORMATS = {"image": "a picture (PNG, JPEG, WebP)", "audio": "a clip (WAV, FLAC, MP3)"}
+_WRITTEN = "write samples with soundfile.write(buffer, samples, rate, format='WAV')"
 File = dict[str, Any]
 """`bytes`, and `path` as written in the source, or None."""
 
@@ -139,6 +140,8 @@ def _files_in(
                 content, path = None, file
         if not isinstance(content, bytes | None):
             expected = "expected bytes, base64, a path, or {bytes, path}"
+            if modality == "audio":
+                expected += f": {_WRITTEN}"
             raise bad_row(place, f"holds {shape_of(content)}, {expected}")
         yield place, content, path
 

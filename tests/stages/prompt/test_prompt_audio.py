@@ -285,3 +285,10 @@ def test_every_mp3_may_be_base64(rate, has_checksum):
     text = base64.b64encode(content).decode()
     config = Config(source="rows.jsonl", prompt="prompt", audio="audio")
     assert read_cell("audio", "row 1", text, config) == [{"bytes": bytes(content), "path": None}]
+
+
+@pytest.mark.parametrize("cell", [[0.0, 0.5], [[0.0, 0.5], 16_000]], ids=["samples", "and rate"])
+def test_samples_in_a_row_are_to_be_written(cell):
+    config = Config(source="rows.jsonl", prompt="prompt", audio="audio")
+    with pytest.raises(ConfigError, match=r"or \{bytes, path\}: write samples with soundfile"):
+        read_cell("audio", "row 1", cell, config)
