@@ -32,12 +32,15 @@ from quiver.stages.model.media.processor import load_processor
 from .chats import bad_row, naming_row
 from .config import SUFFIXES, Config, SourceConfig
 
+_MPEG = [b"\xff" + bytes([second]) for second in (0xE2, 0xE3, 0xF2, 0xF3, 0xFA, 0xFB)]
+"""First bytes of an MP3's frame: MPEG 2.5, 2 and 1, with a checksum and without."""
 _SIGNATURES = {
     "image": (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*", b"MM\0*"),
-    "audio": (b"RIFF", b"fLaC", b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2", b"OggS"),
+    "audio": (b"RIFF", b"fLaC", b"ID3", *_MPEG, b"OggS"),
 }
 """First bytes of files, including the formats that are refused later with a clear error."""
 _FORMATS = {"image": "a picture (PNG, JPEG, WebP)", "audio": "a clip (WAV, FLAC, MP3)"}
+_WRITTEN = "write samples with soundfile.write(buffer, samples, rate, format='WAV')"
 File = dict[str, Any]
 """`bytes`, and `path` as written in the source, or None."""
 
@@ -137,6 +140,8 @@ def _files_in(
                 content, path = None, file
         if not isinstance(content, bytes | None):
             expected = "expected bytes, base64, a path, or {bytes, path}"
+            if modality == "audio":
+                expected += f": {_WRITTEN}"
             raise bad_row(place, f"holds {shape_of(content)}, {expected}")
         yield place, content, path
 

@@ -37,6 +37,7 @@ from quiver.stages.model.chat.messages import (
     texts_of,
 )
 from quiver.stages.model.chat.template import Template
+from quiver.stages.model.media.processor import token_ids
 from quiver.stages.turns.environment import files_in, without_files
 
 from .chats import (
@@ -96,6 +97,10 @@ class Renderer:
         self._policy = policy
         self._tokenizer = checkpoints.load_tokenizer(policy)
         self._media = Media(config, policy, config.media) if config.media else None
+        self._feature_ids: set[int] = set()
+        """Ids that stand for pictures and clips, if the rows' ids have none of either."""
+        if config.prompt_ids and not config.media and checkpoints.modalities(policy):
+            self._feature_ids = set(token_ids(policy))
         self._vocabulary = checkpoints.vocabulary_size(policy)
         self._own_template = template
         self._title = "the policy's chat template"
@@ -194,6 +199,7 @@ class Renderer:
                     f"column {quoted_name(config.prompt_ids)} holds "
                     f"{printable(repr(no_ids[0]))[:40]}, expected {_EXPECTED['prompt_ids']}",
                 )
+            self._require_no_features(name, cell)
             valid_ids = [id for id in cell if 0 <= id < self._vocabulary]
             rendering = Rendering(self._guard.decode(valid_ids), cell)
         if messages:
@@ -222,6 +228,18 @@ class Renderer:
         if files:
             prompt |= self._media.expanded(name, rendering.ids, files)
         return prompt if self._fits(name, prompt["prompt_ids"]) else None
+
+    def _require_no_features(self, name: str, ids: Sequence[int]) -> None:
+        """Raise ConfigError if a row without files has an id that stands for one."""
+        places = self._feature_ids.intersection(ids)
+        if places:
+            raise ConfigError(
+                name,
+                f"column {quoted_name(self.config.prompt_ids)} holds {min(places)}, in whose place "
+                "the policy reads a picture or a clip, and the row has none",
+                next="name the column of the files in data.images or data.audio, or take the row "
+                "out of the source",
+            )
 
     def of_assistant(self, chats: pa.ChunkedArray) -> dict[str, Any]:
         """Return, for the manifest, how the template begins and ends an assistant's turn.

@@ -27,6 +27,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Mapping
+from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
 from quiver.schemas import outside
@@ -42,6 +43,10 @@ Row = dict[str, Any]
 _MOST_INFO = 10_000
 _OURS = "quiver_"
 """Prefix of Quiver's own members of `info`; users may not use it."""
+_MOST_CHANNELS = 2
+"""Channels of a clip; the decoder takes no more."""
+_MOST_OUTSIDE = 0.01
+"""Share of a clip's samples that may lie outside -1 and 1; they are clipped."""
 _NO_JSON = re.compile("NaN|Infinity")
 
 
@@ -78,7 +83,8 @@ class Step(NamedTuple):
     """Pictures of the message of `text`: PIL images, or the bytes of a PNG, JPEG or WebP. Outside
     those processes they are base64."""
     audio: list[Any] | None = None
-    """Its clips: (samples, rate) each, or the bytes of a WAV, FLAC or MP3."""
+    """Its clips: (samples, rate) each, or the bytes of a WAV, FLAC or MP3. Samples are an array [n]
+    or [n, channels] of floats between -1 and 1, or of int16."""
 
     @property
     def media(self) -> Message:
@@ -274,10 +280,31 @@ def _write_clip(clip: Any) -> bytes:
         raise ValueError(
             f"a clip is {type(clip).__name__}, expected (samples, rate) with an array, or bytes"
         )
+    import numpy as np
     import soundfile
 
+    samples, rate = np.asarray(clip[0]), clip[1]
+    is_float = samples.dtype.kind == "f"
+    problem = ""
+    if not isinstance(rate, Integral) or rate < 1:
+        problem = f"the rate {printable(repr(rate), 80)}"
+    elif samples.ndim not in (1, 2) or (samples.ndim == 2 and samples.shape[1] > _MOST_CHANNELS):
+        problem = f"samples of shape {samples.shape}"
+    elif not is_float and samples.dtype != np.int16:
+        problem = f"samples of type {samples.dtype}"
+    elif is_float and not np.isfinite(samples).all():
+        problem = "samples that are no finite numbers"
+    elif is_float and np.count_nonzero(np.abs(samples) > 1) > _MOST_OUTSIDE * samples.size:
+        problem = f"samples up to {np.abs(samples).max():g}"
+    if problem:
+        raise ValueError(
+            f"a clip has {problem}, expected (samples, rate): samples of shape [n] or "
+            f"[n, channels], with at most {_MOST_CHANNELS} channels, as floats between -1 and 1 or "
+            "as int16, and their rate in Hz, a whole number above 0"
+        )
     buffer = io.BytesIO()
-    soundfile.write(buffer, clip[0], int(clip[1]), format="WAV", subtype="PCM_16")
+    written = samples.astype(np.float64) if is_float else samples
+    soundfile.write(buffer, written, int(rate), format="WAV", subtype="PCM_16")
     return buffer.getvalue()
 
 

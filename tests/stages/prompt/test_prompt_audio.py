@@ -3,6 +3,7 @@ are given as ids beside their media."""
 
 import base64
 import io
+import struct
 from contextlib import closing
 
 import datasets
@@ -14,8 +15,10 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 from quiver.stages.model.media.checking import FileCheck, Limits
-from quiver.stages.model.media.decoder import open_clip
+from quiver.stages.model.media.decoder import open_clip, try_clip
 from quiver.stages.model.media.processor import load_processor
+from quiver.stages.prompt.config import Config
+from quiver.stages.prompt.media import read_cell
 from tests import sight, sound
 
 TOKENS = sight.words()
@@ -106,6 +109,69 @@ HOSTILE = {
         "has samples that are no finite numbers",
     ),
 }
+
+
+def with_number(content: bytes, at: int, number: int, kind: str) -> bytes:
+    """The content with another number there."""
+    field = struct.pack(kind, number)
+    return content[:at] + field + content[at + len(field) :]
+
+
+WAV = encoded(SECOND)
+DATA = WAV.index(b"data") + 4
+FLAC = encoded(SECOND, "FLAC")
+MP3 = encoded(SECOND, "MP3")
+FRAMES = MP3.index(b"Xing") + 8
+LOUD_THEN_QUIET = np.concatenate([sound.noise(7, 3.0), sound.tone(200, 3.0)])
+VBR = encoded(LOUD_THEN_QUIET, "MP3", bitrate_mode="VARIABLE")
+UNTAGGED = VBR[VBR.index(VBR[:2], 8) :]
+"""Without its first frame, which holds the number of frames."""
+NOT_WHOLE = {
+    "half a WAV": (WAV[: len(WAV) // 2], "is cut: its header says 32,000 bytes of samples"),
+    "WAV of 2^31": (with_number(WAV, DATA, 2**31, "<I"), "is cut: its header says 2,147,483,648"),
+    "half a FLAC": (FLAC[: len(FLAC) // 2], "is cut or damaged"),
+    "FLAC of too few": (with_number(FLAC, 22, 2000, ">I"), "other samples than its header says"),
+    "FLAC of too many": (with_number(FLAC, 22, 80_000, ">I"), "is cut or damaged"),
+    "FLAC of unknown length": (with_number(FLAC, 22, 0, ">I"), "does not say how long it is"),
+    "half an MP3": (MP3[: len(MP3) // 2], "encode it again, or as FLAC"),
+    "half an MP3 without number": (UNTAGGED[: len(UNTAGGED) // 2], "encode it again"),
+    "MP3 of 3 frames": (with_number(MP3, FRAMES, 3, ">I"), "says 0.11 s, its frames are 1.0"),
+    "MP3 of 2^31 frames": (with_number(MP3, FRAMES, 2**31, ">I"), "its frames are 1.0"),
+    "VBR without number": (UNTAGGED, "s, its frames are 6."),
+    "two MP3": (MP3 + MP3, "its frames are 2."),
+}
+
+
+@pytest.mark.parametrize("name", NOT_WHOLE)
+def test_clips_that_would_be_heard_in_part_are_refused(name):
+    content, message = NOT_WHOLE[name]
+    with pytest.raises(ValueError) as caught:
+        try_clip(content, 30)
+    assert message in str(caught.value)
+
+
+ID3 = b"ID3\x03\0\0\0\0\1\x0a" + b"\0" * 138
+WHOLE = {
+    "streamed WAV": with_number(WAV, DATA, 2**32 - 1, "<I"),
+    "WAV with a tag": WAV + ID3,
+    "FLAC behind ID3": ID3 + FLAC,
+    "MP3 behind ID3, before ID3v1": ID3 + MP3 + b"TAG" + b"\0" * 125,
+    **{f"FLAC {depth}": encoded(SECOND, "FLAC", subtype=depth) for depth in ("PCM_S8", "PCM_24")},
+    "stereo": encoded(np.stack([SECOND, SECOND], 1), "FLAC"),
+    "stereo MP3": encoded(np.stack([SECOND, SECOND], 1), "MP3"),
+    **{
+        f"MP3 {mode} {rate}": encoded(sound.noise(8, 1.0, rate), "MP3", rate, bitrate_mode=mode)
+        for mode in ("CONSTANT", "VARIABLE")
+        for rate in (8_000, 11_025, 22_050, 24_000, 32_000, 44_100, 48_000)
+    },
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_clips_are_heard_to_their_end(name):
+    try_clip(WHOLE[name], 30)
+    samples, rate = open_clip(WHOLE[name])
+    assert len(samples) / rate == pytest.approx(1.0, abs=0.01)
 
 
 def test_hostile_clips_are_refused():
@@ -202,3 +268,28 @@ def test_the_processor_is_transformers_own(store):
     for name, array in seen.inputs.items():
         assert np.array_equal(array, own[name].numpy())
     assert soundfile.info(io.BytesIO(sound.CLIPS[1])).samplerate == sound.RATE
+
+
+def test_a_placeholder_among_ids_needs_a_clip(store, tmp_path):
+    """Without data.audio, the model would read it as an ordinary id."""
+    rows = [{"prompt_ids": [7, sound.AUDIO, 8]}]
+    with pytest.raises(ConfigError, match=f"column prompt_ids holds {sound.AUDIO}") as refusal:
+        render(store, tmp_path, rows, prompt_ids="prompt_ids", audio=None)
+    assert "data.images or data.audio" in refusal.value.next
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 44_100])
+@pytest.mark.parametrize("has_checksum", [True, False])
+def test_every_mp3_may_be_base64(rate, has_checksum):
+    content = bytearray(UNTAGGED if rate == 16_000 else encoded(SECOND, "MP3", rate))
+    content[1] = content[1] & 0xFE | (not has_checksum)
+    text = base64.b64encode(content).decode()
+    config = Config(source="rows.jsonl", prompt="prompt", audio="audio")
+    assert read_cell("audio", "row 1", text, config) == [{"bytes": bytes(content), "path": None}]
+
+
+@pytest.mark.parametrize("cell", [[0.0, 0.5], [[0.0, 0.5], 16_000]], ids=["samples", "and rate"])
+def test_samples_in_a_row_are_to_be_written(cell):
+    config = Config(source="rows.jsonl", prompt="prompt", audio="audio")
+    with pytest.raises(ConfigError, match=r"or \{bytes, path\}: write samples with soundfile"):
+        read_cell("audio", "row 1", cell, config)

@@ -4,6 +4,7 @@ MCP and OpenEnv."""
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from pydantic import ValidationError
 
@@ -24,10 +26,12 @@ from quiver.stages.turns.environment import (
     Turn,
     call_tool,
     files_in,
+    read_media,
     read_opening,
     read_step,
 )
 from quiver.stages.turns.tool_calls import Call
+from tests import sound
 from tests.stages.reward.fake_server import FakeServer, Flood
 
 COUNTER = '''
@@ -456,3 +460,54 @@ def test_the_game_of_the_document_is_played(tmp_path):
     hints[number] = "right"
     assert [step.text for step in steps] == hints
     assert [step.reward for step in steps] == [float(guess == number) for guess in range(3)]
+
+
+TONE = sound.tone(440, 0.1)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        TONE,
+        TONE.astype("float16"),
+        TONE.astype("float64"),
+        (TONE * 32768).astype("int16"),
+        torch.from_numpy(TONE),
+        np.stack([TONE, TONE], 1),
+        np.where(np.arange(len(TONE)) == 7, 1.25, TONE),
+    ],
+    ids=["float32", "float16", "float64", "int16", "torch", "stereo", "one above 1"],
+)
+def test_samples_of_a_clip_are_heard_as_they_are(samples):
+    (content,) = files_in([{"audio": read_media("audio", [(samples, np.int64(sound.RATE))])}])[
+        "audio"
+    ]
+    heard, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
+    expected = TONE if np.max(np.asarray(samples)) != 1.25 else samples.clip(-1, 1)
+    assert rate == sound.RATE
+    np.testing.assert_allclose(heard.mean(1), expected, atol=3e-4)
+
+
+@pytest.mark.parametrize(
+    ("samples", "rate", "problem"),
+    [
+        ((TONE * 32767).astype("int32"), 16_000, "samples of type int32"),
+        (TONE > 0, 16_000, "samples of type bool"),
+        (TONE.astype(complex), 16_000, "samples of type complex128"),
+        (np.where(TONE > 0.4, np.nan, TONE), 16_000, "samples that are no finite numbers"),
+        (np.where(TONE > 0.4, np.inf, TONE), 16_000, "samples that are no finite numbers"),
+        (TONE * 32767, 16_000, "samples up to 163"),
+        (TONE[None], 16_000, r"samples of shape \(1, 1600\)"),
+        (np.stack([TONE, TONE]), 16_000, r"samples of shape \(2, 1600\)"),
+        (TONE[0], 16_000, r"samples of shape \(\)"),
+        (TONE, 22050.7, "the rate 22050.7"),
+        (TONE, "16000", "the rate '16000'"),
+        (TONE, 0, "the rate 0"),
+        (TONE, None, "the rate None"),
+    ],
+)
+def test_samples_that_would_be_heard_otherwise_are_refused(samples, rate, problem):
+    with pytest.raises(
+        ValueError, match=f"a clip has {problem}.*floats between -1 and 1 or as int16"
+    ):
+        read_media("audio", [(samples, rate)])
