@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quiver.stages.model.folder import says_no_memory
 
-from .gpu.choice import agree, fits, precision_of_products, sum_of_shares
+from .gpu.choice import agree, fits, precision_of_products, sum_of_shares, uncast
 from .projections import Kind, product, product_dtype
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -418,7 +418,7 @@ class _GatedProduct(torch.autograd.Function):
     def backward(ctx, grad):
         gate, up, weight = ctx.saved_tensors
         grad_parameters = [None] * ctx.kind.num_parameters
-        with torch.autocast(grad.device.type, enabled=False):
+        with uncast(weight):
             grad = grad.flatten(0, -2)
             grad_gate, grad_up, gated = _slopes(grad @ weight, gate, up)
             if ctx.needs_input_grad[4]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .gpu.choice import fits, float32_product, gradient_of, makes_float32
+from .gpu.choice import fits, float32_product, gradient_of, makes_float32, uncast
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of modules that read the same input, in Llama, Mistral, Qwen, Gemma, OLMo, SmolLM and
@@ -179,7 +179,7 @@ class _Product(torch.autograd.Function):
         needs_states = ctx.needs_input_grad[0]
         grad_states = None
         grad_parameters = [None] * ctx.kind.num_parameters
-        with torch.autocast(states.device.type, enabled=False):
+        with uncast(weight):
             grad = _side_by_side([grad.flatten(0, -2) for grad in grads])
             if needs_states:
                 grad_states = (grad @ weight).view(states.shape).to(ctx.state_dtype)
@@ -190,7 +190,7 @@ class _Product(torch.autograd.Function):
 
 def product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return states · weightᵀ + bias, in the dtype of states and weight."""
-    with torch.autocast(states.device.type, enabled=False):
+    with uncast(states):
         return F.linear(states, weight, None if bias is None else bias.to(weight.dtype))
 
 

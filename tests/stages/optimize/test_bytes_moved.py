@@ -121,10 +121,10 @@ def fused_micro_batch(name: str) -> Counter:
 @pytest.mark.parametrize(
     ("name", "gigabytes", "most", "kernels", "peak"),
     [
-        ("0.5B", 51.3, 0.4 * 231, 1083, 14.3),
-        ("1.7B", 108.5, 0.4 * 327, 999, 39.0),
-        ("1.7B, heads normalized", 123.3, 0.4 * 327, 1347, 40.5),
-        ("7B", 218.7, 0.4 * 770, 1234, 130.5),
+        ("0.5B", 54.3, 0.4 * 231, 1059, 14.5),
+        ("1.7B", 107.8, 0.4 * 327, 975, 38.6),
+        ("1.7B, heads normalized", 116.4, 0.4 * 327, 1207, 38.9),
+        ("7B", 232.4, 0.4 * 770, 1206, 131.7),
     ],
 )
 def test_a_micro_batch_moves_less_than_two_fifths(name, gigabytes, most, kernels, peak):
@@ -167,11 +167,13 @@ def test_a_layer_is_at_most_34_kernels():
 
 def test_without_the_kernels_it_moves_four_times_as_much(monkeypatch):
     plain = micro_batch(MODELS["0.5B"], monkeypatch, fused=False)
-    assert plain.moved / 1e9 == pytest.approx(227, rel=0.02)
+    assert plain.moved / 1e9 == pytest.approx(232.5, rel=0.02)
     assert plain.kernels > 2000
 
 
 def test_what_no_row_of_the_costs_tells_is_refused():
+    import torch.nn.attention.varlen  # registers the operation, and takes 2 s
+
     attend = torch.ops.torch_attn._varlen_attn
     states, starts = torch.empty(3, 1, 8, device=META), torch.empty(2, device=META)
     with Counter({}), pytest.raises(LookupError, match="_varlen_attn"):

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,13 +72,22 @@ def agree(
 # -- products of bfloat16 matrices with float32 results
 
 
+def uncast(factor: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which autocast leaves products of matrices like `factor` as they are; it
+    opens nothing if autocast would do so, since that takes the host several microseconds."""
+    device = factor.device.type
+    if torch.is_autocast_enabled(device) and factor.dtype != torch.get_autocast_dtype(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
 def float32_product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
     """Return left @ right in float32, by one kernel if the device's library has it, since the sums
     of a product are float32 anyway; if `total` (float32) is given, add to it in place.
 
     If the device has no such product, the product is made in the factors' dtype and converted.
     """
-    with torch.autocast(left.device.type, enabled=False):
+    with uncast(left):
         can_widen, can_add = _abilities(left.device.type, left.dtype)
         if total is None:
             return (

@@ -3,13 +3,12 @@ blocks, over all kinds of layouts; and what it keeps, on meta tensors."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from torch.nn import functional as F
 
 from quiver.stages.model.forward.attention import attend_runs, block_attention
-from quiver.stages.model.forward.layout import Scoring, Sequences, make_layout
+from quiver.stages.model.forward.layout import Blocks, Scoring, Sequences, make_layout
 from quiver.stages.model.forward.packing import Piece
 from quiver.stages.model.forward.transfer import to_device
 from quiver.stages.model.ragged import Ragged
@@ -42,6 +41,24 @@ def _sequences(pieces: list[tuple[int, list[int]]]) -> tuple[list[Piece], Sequen
     return made, Sequences(*ragged, torch.ones(len(completions)))
 
 
+def _in_blocks(queries, keys, values, blocks: Blocks, window: int | None) -> torch.Tensor:
+    """As `block_attention`, which has float32 on a CPU."""
+    queries, keys, values = (states[0].transpose(0, 1) for states in (queries, keys, values))
+    scoring = Scoring(8**-0.5, window)
+    outputs = [
+        F.scaled_dot_product_attention(
+            queries[block.queries].transpose(1, 2),
+            keys[block.keys].transpose(1, 2),
+            values[block.keys].transpose(1, 2),
+            attn_mask=block.mask(scoring, torch.float64),
+            enable_gqa=True,
+        )
+        for block in blocks.parts
+    ]
+    joined = torch.cat([output.transpose(1, 2).flatten(0, 1) for output in outputs])
+    return joined[blocks.gather][None]
+
+
 def _compare(layout, window: int | None = None) -> None:
     draw = torch.Generator().manual_seed(0)
     length = layout.ids.numel()
@@ -50,12 +67,12 @@ def _compare(layout, window: int | None = None) -> None:
         for heads in (4, 2, 2)
     ]
     direction = torch.randn(1, length, 4, 8, generator=draw, dtype=torch.float64)
-    answers = []
     with flash.on_cpu():
-        for each in (layout, replace(layout, runs=None)):
-            output, _ = block_attention(None, *states, None, layout=each, sliding_window=window)
-            answers.append([output, *torch.autograd.grad(output, states, direction)])
-    for ours, theirs in zip(*answers, strict=True):
+        found, _ = block_attention(None, *states, None, layout=layout, sliding_window=window)
+        found = [found, *torch.autograd.grad(found, states, direction)]
+    expected = _in_blocks(*states, layout.blocks, window)
+    expected = [expected, *torch.autograd.grad(expected, states, direction)]
+    for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 

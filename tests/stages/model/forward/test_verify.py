@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model.forward import policy as policy_module
 from quiver.stages.model.forward import verify
+from quiver.stages.model.forward.attention import block_attention
 from quiver.stages.model.forward.layout import Sequences, make_layout
 from quiver.stages.model.forward.packing import make_pieces
 from quiver.stages.model.forward.policy import Policy
@@ -234,9 +235,12 @@ def test_trying_the_kernel_takes_half_a_gigabyte_at_most():
     (pieces,) = policy.microbatches(range(2), [0, 0], sequences, 100_000)
     with Counter({}) as counter:
         calls, layout = verify.probe_calls(policy, pieces, sequences)
+        in_blocks = replace(layout, runs=None)
         for states, options in calls:
-            for tried, dtype in ((layout, torch.bfloat16), (replace(layout, runs=None), None)):
-                verify._attend([each.to(dtype or torch.float32) for each in states], options, tried)
+            for tried, dtype in ((layout, torch.bfloat16), (in_blocks, torch.float32)):
+                leaves = [each.to(dtype).requires_grad_() for each in states]
+                output, _ = block_attention(None, *leaves, None, layout=tried, **options)
+                torch.autograd.grad(output, leaves, torch.empty_like(output))
     assert counter.peak < 0.5e9
 
 
