@@ -52,8 +52,8 @@ def test_each_number_becomes_a_neighbour_among_the_values_of_its_block(is_signed
     values = dequantize(every, torch.ones(1, 1), is_signed=is_signed)[0].double()
     assert values.max() == 1 and (values.min() < -0.9) == is_signed
     shares = (blocks / scales.double()[..., None]).flatten()
-    places = torch.searchsorted(values, shares).clamp(max=255)
-    low, high = values[(places - 1).clamp(min=0)], values[places]
+    places = torch.searchsorted(values, shares).clamp(1, 255)
+    low, high = values[places - 1], values[places]
     rounded = dequantize(codes, scales, is_signed=is_signed).double().view(6, 3, 64)
     rounded = (rounded / scales.double()[..., None]).flatten()
     # the library finds the place in steps of 2^-15
