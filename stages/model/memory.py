@@ -330,16 +330,18 @@ def reward_model(weights: int, *, width: int, on_gpu: bool, split: int = 1) -> d
 
 
 def _whole(shape: Shape, width: int) -> float:
-    """Return the bytes of what a rank of several gathers at once, in numbers of `width` bytes.
+    """Return the bytes of what a rank of several holds whole at once.
 
-    Of a layer that is itself, the next one on its way, the gradient, and its float32 copy for the
-    exchange. Embeddings and head are units of their own, unless they share their weight.
+    Of a layer that is itself and the next one on its way, the gradient, its copy for the exchange,
+    and a cast if products have `width` 2. Embeddings and head are units of their own, unless they
+    share their weight.
     """
-    of_layer = (3 * width + 4) * shape.largest_layer
-    if shape.is_tied:  # they are gathered in float32, and stay whole
-        return of_layer + 8 * shape.outside_layers
-    # the head's gradient is summed in float32, and the first layer is on its way meanwhile
-    return max(of_layer, (2 * width + 4) * shape.head + width * shape.largest_layer)
+    cast = width % 4
+    of_layer = (16 + cast) * shape.largest_layer
+    if shape.is_tied:  # they stay whole
+        return of_layer + (8 + cast) * shape.outside_layers
+    # while the head has its gradient, the last layer is on its way
+    return max(of_layer, (12 + cast) * shape.head + 4 * shape.largest_layer)
 
 
 def _width(precision: str) -> int:

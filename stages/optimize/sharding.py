@@ -7,9 +7,8 @@ computes.
     rank 1   rows 4 … 7                 ├─ all, of one layer ─ gradient ───┤  gradient, summed
     rank 2   rows 8 … 9                ─┘  (in each pass)                  └─ over ranks, …
 
-Under `bf16` each rank's rows are float32, and what is gathered is bfloat16: half of what travels,
-and of what is whole for a moment. Input and output embedding are gathered by themselves, like a
-layer, unless they share their weight.
+Input and output embedding are gathered by themselves, like a layer, unless they share their weight.
+What is gathered is float32, as the probes of packing need it.
 
 Every pass is an exchange in which all ranks take part, so a rank that has no micro-batch left runs
 a pass with a gradient of 0. Gradients are summed in float32, not averaged, since each token's
@@ -38,7 +37,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model.forward.encoder_decoder import Pairs
@@ -83,17 +82,11 @@ class ShardedPolicy(Policy):
                 "transformers names no layers of this model, so each pass gathers the whole model"
             )
         mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-        dtypes = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if self.autocast else None,
-            reduce_dtype=torch.float32,
-            output_dtype=torch.float32 if self.autocast else None,
-            cast_forward_inputs=False,
-        )
         in_layers = {module for layer in layers for module in layer.modules()}
         for unit in [*layers, *self._embeddings(trunks)]:
             self._place(unit.parameters())
             self._recompute(unit)
-            fully_shard(unit, mesh=mesh, mp_policy=dtypes)
+            fully_shard(unit, mesh=mesh)
         self._place(parameter for parameter in self.parameters() if not is_sharded(parameter))
         for module in self.modules():
             if module not in in_layers and not [*module.children()]:

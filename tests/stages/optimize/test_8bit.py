@@ -52,8 +52,8 @@ def test_each_number_becomes_a_neighbour_among_the_values_of_its_block(is_signed
     values = dequantize(every, torch.ones(1, 1), is_signed=is_signed)[0].double()
     assert values.max() == 1 and (values.min() < -0.9) == is_signed
     shares = (blocks / scales.double()[..., None]).flatten()
-    places = torch.searchsorted(values, shares).clamp(max=255)
-    low, high = values[(places - 1).clamp(min=0)], values[places]
+    places = torch.searchsorted(values, shares).clamp(1, 255)
+    low, high = values[places - 1], values[places]
     rounded = dequantize(codes, scales, is_signed=is_signed).double().view(6, 3, 64)
     rounded = (rounded / scales.double()[..., None]).flatten()
     # the library finds the place in steps of 2^-15
@@ -197,19 +197,19 @@ def test_of_32_billion_weights_a_rank_of_eight_holds_less_than_72_gigabytes(monk
             if isinstance(module, FSDPModule):
                 group = module._get_fsdp_state()._fsdp_param_group
                 sizes = [parameter._orig_size.numel() for parameter in group.fsdp_params]
-                units[name] = sum(sizes), group.mp_policy.param_dtype
+                units[name] = sum(sizes)
     finally:
         distributed.destroy_process_group()
     shape = memory.shape_of(QWEN3_32B)
-    assert units.pop("") == (5120, None), "the last norm alone is outside a unit"
-    assert len(units) == 64 + 2 and {dtype for _, dtype in units.values()} == {torch.bfloat16}
+    assert units.pop("") == 5120, "the last norm alone is outside a unit"
+    assert len(units) == 64 + 2
     assert units["model.lm_head"] == units["model.model.embed_tokens"]
     counted = memory.training(
         shape, 8192, on_gpu=True, precision="bf16", recomputes=True, ranks=8, is_8bit=True
     )
     assert counted["weights"] + counted["gradients"] == pytest.approx(8 * num_rows, rel=1e-3)
-    head = units["model.lm_head"][0]
-    layer = units["model.model.layers.0"][0]
-    # the head, its gradient, that in float32, and the first layer on its way
-    assert counted["whole for a moment"] == 8 * head + 2 * layer > 10 * layer
+    head = units["model.lm_head"]
+    layer = units["model.model.layers.0"]
+    # the head and its cast, its gradient with the copy for the exchange, and the last layer
+    assert counted["whole for a moment"] == (12 + 2) * head + 4 * layer > (16 + 2) * layer
     assert sum(counted.values()) < 72e9

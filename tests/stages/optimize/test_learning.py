@@ -12,6 +12,7 @@ from tests.tiny import make_policy
 ITERATIONS = 10
 WAYS = [{"algorithm": name} for name in ALGORITHMS]
 WAYS += [{"precision": precision} for precision in ("bf16", "bf16_stochastic")]
+WAYS += [{"optimizer": "adamw_8bit"}]
 WAYS += [{"lora": {}, "learning_rate": 5e-2}]
 
 

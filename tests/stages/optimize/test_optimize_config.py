@@ -58,7 +58,8 @@ REFUSED = [
     ({"save_dtype": "bfloat16", "prox_of": "start"}, "does not go with bounds this tight"),
     ({**NARROW, "lora": {"rank": 4}}, "does not go with lora: take 'bf16'"),
     ({**NARROW, "algorithm": "ppo", "critic": "model"}, "does not go with critic = 'model'"),
-    ({**NARROW, "shard": True}, "does not go with shard"),
+    ({**NARROW, "shard": True}, "precision 'bf16_stochastic' does not go with shard"),
+    ({"moments_on_host": True, "shard": True}, "moments_on_host does not go with shard"),
     ({"precision": "bf16_master"}, "'auto', 'fp32', 'bf16' or 'bf16_stochastic'"),
 ]
 CRITIC_VALUES = {

@@ -26,6 +26,7 @@ LATER = {"max_staleness": 3, "audit": {"enabled": False}}
         ("llama", {}),
         ("llama", {"schedule": "cosine", "warmup_steps": 1, "total_steps": 7}),
         ("llama", {"precision": "bf16_stochastic"}),
+        ("llama", {"optimizer": "adamw_8bit"}),
         ("llama", {"lora": {"rank": 4, "alpha": 12}}),
         ("t5", {"lora": {"rank": 4, "alpha": 12}}),
     ],

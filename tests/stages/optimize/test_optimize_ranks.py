@@ -346,8 +346,8 @@ def test_two_ranks_train_as_one_process(scene, case):
     assert max(moved) > 1e-6
 
 
-def test_weights_gathered_in_bfloat16_give_nearly_the_same_step(ranks):
-    """And with moments in 8 bits, whose blocks are those of one process."""
+def test_products_in_bfloat16_give_nearly_the_same_step(ranks):
+    """And moments in 8 bits have the blocks of one process."""
     store = ranks.stores["sharded apart 8bit"]
     one, two = (store.open(f"{run}/policy@1") for run in ("one", "two"))
     before = world.weights(store.open(ranks.refs["sharded apart 8bit"]["policy"]))

@@ -29,6 +29,8 @@ CASES = {
     "fp32": {},
     "in the last epoch": {"resume_steps": 9},
     "bf16_stochastic": {"precision": "bf16_stochastic"},
+    "8bit": {"optimizer": "adamw_8bit"},
+    "fewest bytes": {"optimizer": "adamw_8bit", "precision": "bf16_stochastic"},
     "critic": {"algorithm": "ppo", "max_staleness": 1},
     "critic model": {"algorithm": "ppo", "critic": "model"},
     "entropy target": {"entropy_target": 6.0, "entropy_coef_step": 0.5},
