@@ -160,7 +160,7 @@ def _of_nearest_ancestor(store: Store, run: str, policy: str) -> Version:
     raise LineageError(
         policy,
         f"run {run} has no evaluation of a policy that it was trained from",
-        next=f"quiver evaluate RECIPE{asked}, or name another evaluation by --from",
+        next=f"quiver evaluate RECIPE{asked}",
     )
 
 
