@@ -35,7 +35,7 @@ def as_file(function: Callable[..., Any]) -> str:
         raise ConfigError(
             f"function {printable(function)}",
             "expected a function that def defines",
-            next="write def NAME(completions, …): …",
+            next="write it as a def in the cell: def score(completions, **columns)",
         )
     path = getattr(sys.modules.get(function.__module__), "__file__", None)
     if path and function.__module__ != "__main__" and function.__qualname__ == name:
