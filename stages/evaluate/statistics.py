@@ -15,8 +15,6 @@ import numpy as np
 
 CONFIDENCE = 0.95
 Interval = tuple[float, float]
-_RESAMPLES = 4000
-_MOST_AT_ONCE = 2**22  # numbers drawn at a time
 
 
 def student_cdf(t: float, degrees: int) -> float:
@@ -198,43 +196,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     by_place = np.empty(len(order))
     by_place[order] = np.minimum(corrected, 1.0)
     return by_place.tolist()
-
-
-def bootstrap_ratio(
-    numerators: Sequence[float],
-    denominators: Sequence[float] | None = None,
-    confidence: float = CONFIDENCE,
-    seed: int = 0,
-) -> Interval | None:
-    """Return the percentile bootstrap interval of Σ numerators / Σ denominators over prompts; None
-    for fewer than two prompts.
-
-    Each resample draws n prompts with replacement. It serves quantities without a formula for
-    their error, but is too short with few prompts: with 6 it covers about 80 % in place of 95. The
-    same numbers and seed give the same interval.
-
-    Args:
-        numerators: [n], one for each prompt.
-        denominators: [n]; default: ones, for a mean.
-    Reference: B. Efron and R. Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
-
-    >>> bootstrap_ratio([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
-    (0.5, 0.5)
-    """
-    n = len(numerators)
-    if n < 2:
-        return None
-    drawn = np.random.RandomState(seed)
-    ones = np.ones(n) if denominators is None else denominators
-    tops, bottoms = np.asarray(numerators, np.float64), np.asarray(ones, np.float64)
-    ratios: list[np.ndarray] = []
-    rows = max(1, _MOST_AT_ONCE // n)
-    for start in range(0, _RESAMPLES, rows):
-        picks = drawn.randint(n, size=(min(rows, _RESAMPLES - start), n))
-        ratios.append(tops[picks].sum(axis=1) / bottoms[picks].sum(axis=1))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(np.concatenate(ratios), [tail, 1 - tail])
-    return float(low), float(high)
 
 
 # -- importance sampling

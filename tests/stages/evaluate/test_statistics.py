@@ -11,7 +11,6 @@ import pytest
 
 from quiver.stages.evaluate import statistics
 from quiver.stages.evaluate.statistics import (
-    bootstrap_ratio,
     effective_rows,
     holm,
     paired_interval,
@@ -155,16 +154,6 @@ def test_holms_correction_is_the_closed_test_of_bonferroni():
             largest = max(min(len(members) * min(p[list(members)]), 1) for members in sets)
             expected.append(largest)
         assert holm(list(p)) == pytest.approx(expected)
-
-
-def test_the_bootstrap_of_a_ratio_is_close_to_the_delta_method():
-    draw = np.random.RandomState(1)
-    tops, bottoms = draw.exponential(size=(2, 1000))
-    low, high = bootstrap_ratio(tops, bottoms)
-    ratio = tops.sum() / bottoms.sum()
-    stderr = (tops - ratio * bottoms).std() / math.sqrt(1000) / bottoms.mean()
-    assert (high - low) / 2 == pytest.approx(1.96 * stderr, rel=0.1)
-    assert bootstrap_ratio([1.0]) is None
 
 
 # -- importance sampling
