@@ -191,19 +191,20 @@ def perform(
     outcome = find_outcome(call, expired=run.expired)
     if needs_files and outcome is not None and not Store(run.store).exists(parse(outcome.ref)):
         outcome = None
-    # A launcher runs the whole command, `quiver optimize`, on every rank, and rank 0 alone makes
-    # what it lacks, such as logprobs. If it fails, the launcher ends its host's ranks.
+    # A launcher runs the whole command, `quiver optimize`, on every rank. If a version is missing
+    # whose stage knows no ranks, such as logprobs, rank 0 makes it and the others wait here. If it
+    # fails, the launcher ends its host's ranks.
     while outcome is None and follows_rank_0() and not knows_ranks(stage):
         time.sleep(_POLL_SECONDS)
         outcome = find_outcome(call)
     if outcome is None:
-        run_call = run.runner_of(call)
+        make = run.runner_of(call)
         before()
         if run.expired:
             refs = {role: run.with_files(ref) for role, ref in refs.items()}
             call = replace(call, refs=refs)
         next_calls = [run.call(name, following, {}) for name, following in upcoming.items()]
-        outcome = run_call(call, next_calls, prefect_tags(run.name, stage, iteration))
+        outcome = make(call, next_calls, prefect_tags(run.name, stage, iteration))
         flows.num_made += not outcome.cached
     if label:
         log.info("%s", describe(label, outcome))
@@ -228,10 +229,10 @@ def check_stages(
     """Raise ConfigError if one of the stages in `configs` cannot run, e.g. because a scorer is
     missing.
 
-    Each stage is checked once per run, and again for prompts with other columns, or if the chat
-    template starts an answer with another text; optimize only if it runs under this interpreter.
-    Without `prompts`, pass only stages that need none; they are not checked again.
-    `offered`: columns that a reward function may read besides the prompts'.
+    A stage that is checked without prompts is not checked again. With prompts, it is checked once
+    for each form of prompts: their columns, and the text with which an answer starts. Optimize is
+    checked only if it runs under this interpreter. `offered`: columns that a reward function may
+    read besides the prompts'.
     """
     run = _RUN.get()
     columns: tuple[str, ...] = ()

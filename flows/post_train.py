@@ -144,6 +144,7 @@ class Chain:
         earlier: list[Round] = []
         kl_reference = None
         if recipe.optimize.kl_coef > 0:
+            # `share`: weight of the newest policy in the reference; 0 keeps the reference as it is
             kl_reference = recipe.kl_reference() or (policy if recipe.reference.share else base)
         rounds = self.sample(policy, first, earlier, prompts, first_round)
         for number in range(first, recipe.iterations + 1):
@@ -187,7 +188,8 @@ class Chain:
 
         def check() -> None:
             check_stages({"optimize": recipe.optimize_config()})
-            with_fingerprints(recipe.reward)  # only raises, if a scorer has another fingerprint
+            # Raises if a scorer no longer has the fingerprint that the recipe names.
+            with_fingerprints(recipe.reward)
 
         base = perform("policy", recipe.policy, {}, label="import policy", before=check).ref
         store = Store(recipe.store).with_expired()
@@ -268,7 +270,8 @@ class Chain:
             recipe.generate_config(round),
             {"prompts": prompts.ref, "policy": policy},
             **options("generate"),
-            # a process for the next stage imports its modules meanwhile
+            # optimize's process imports its modules meanwhile; reward, which comes first, has none
+            # that are slow
             upcoming={} if recipe.overlap else {"optimize": recipe.optimize_config()},
             before=partial(self.check_prompts, prompts.ref),
         )

@@ -174,8 +174,8 @@ class Recipe(Config):
     def _can_evaluate(self, info: ValidationInfo) -> Recipe:
         """Check [data.held_out], [evaluate] and [promotion] against each other.
 
-        With a validation context, [evaluate] is not checked against [reward], because nothing is
-        measured.
+        `load(measures=False)` gives an empty validation context. [evaluate] is not checked against
+        [reward] then, because nothing is measured.
         """
         if self.data.held_out is None:
             return self
@@ -231,7 +231,7 @@ class Recipe(Config):
             ) from None
         for setting in settings:
             put_setting(sections, setting)
-        # With a context, even an empty one, `_can_evaluate` does not check [evaluate].
+        # `_can_evaluate` checks [evaluate] only without a context
         return parse(cls, sections, f"recipe {path}", context=None if measures else {})
 
     def resolved(self) -> Recipe:

@@ -3,7 +3,7 @@
 | column | type | meaning |
 |---|---|---|
 | rollout_id, group_id | string | joined by id, never by position |
-| reward | float32, null | weighted, clipped sum; null: a part failed, or no part gave a number |
+| reward | float32, null | weighted, clipped sum; null: something failed, or no part gave a number |
 | parts | struct<float32, null> | one field per scorer, before its weight; null = none |
 | errors | struct<string, null> | one field per scorer: why it failed; null = it did not |
 | extra | struct<string, null> | JSON text of what a function returned beside the number |

@@ -11,7 +11,8 @@ The word `baseline` has three uses:
     metric      in this manifest, the score of that evaluation
     printed     by `quiver run`, the evaluation of the base policy
 
-`quiver compare` pairs prompts in the same way.
+`quiver compare` pairs prompts in the same way. The formulas are in `estimators.py`: prompts are the
+independent units, and an error is the spread of their means.
 
     refs = {"rollouts": "held/rollouts@1", "rewards": "held/rewards@1"}
     ref = run_stage("evaluate", Config(k=(1, 4)), store, **refs)

@@ -60,7 +60,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     """
     prompts = store.open(refs["prompts"])
     policy = store.open(refs["policy"])
-    config = with_code_hashes(config, prompts)
+    config = with_code_hashes(config, prompts)  # of [generate.turns]
     options = engine_options(config.engine, config.options)
     ends = () if config.sampling.ignore_eos else end_ids_of_generation_config(policy)
     filled_in = {"code_sha256": code_hash(config.engine, options), "end_token_ids": ends}

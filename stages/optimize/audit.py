@@ -18,8 +18,8 @@ logprobs are held to the bound if they are of the policy that sampled.
 
 A quantized engine samples from rounded weights, so its logprobs differ by more than bfloat16's. It
 is held to the same bound, since a coarser policy is another policy. The report names the
-quantization, and so does the error. Without prox logprobs there is a warning: the rounding counts
-as learning.
+quantization, and so does the error. Without prox logprobs there is a warning: the ratio
+takes the rounding for a change of the policy.
 """
 
 from __future__ import annotations

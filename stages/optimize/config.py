@@ -656,7 +656,7 @@ class Config(base.Config):
         return self.kl_coef > 0 and not self.kl_in_reward
 
     @property
-    def has_bonus(self) -> bool:
+    def has_entropy_bonus(self) -> bool:
         """True if the loss rewards entropy, now or after the coefficient has moved."""
         return self.entropy_coef > 0 or self.entropy_target is not None
 
@@ -672,7 +672,9 @@ class Config(base.Config):
         is_used = {
             "kl_coef": self.kl_in_loss,
             "nll_coef": self.nll_coef > 0,
-            "entropy_coef" if self.entropy_target is None else "entropy_target": self.has_bonus,
+            "entropy_coef"
+            if self.entropy_target is None
+            else "entropy_target": self.has_entropy_bonus,
         }
         return [key for key, used in is_used.items() if used]
 

@@ -39,7 +39,7 @@ class Objective:
         self.config = config
         self.has_critic = algorithm.has_critic
         self.kl_in_loss = config.kl_in_loss
-        self.has_bonus = config.has_bonus
+        self.has_entropy_bonus = config.has_entropy_bonus
         self.surrogate = find_function("losses", algorithm.surrogate)
         self.aggregate = find_function("losses", config.aggregation or algorithm.aggregation)
         self.weighs_groups = "groups" in inspect.signature(self.aggregate).parameters

@@ -98,7 +98,7 @@ def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, An
     tokens = sum(row["tokens"] for row in updates)
     names = ["loss", "grad_norm", "entropy", "approx_kl", "clip_fraction"]
     names += ["value_loss", "explained_variance"] if trainer.algorithm.has_critic else []
-    carried = ["entropy_coef", "last_entropy"] if trainer.objective.has_bonus else []
+    carried = ["entropy_coef", "last_entropy"] if trainer.objective.has_entropy_bonus else []
     carried += ["kl_coef"] if trainer.config.kl_target is not None else []
     return {
         **loaded.summary,

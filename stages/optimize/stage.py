@@ -9,10 +9,12 @@ greedy rows, truncated sampling (unless `allow_biased_sampling`, with proximal l
 without reference logprobs, and logprobs that the trainer cannot reproduce (the audit).
 
 It writes three versions under one run key: advantages, updates and, last, the policy with its
-optimizer state. A killed training resumes after the last step that it saved (`resume_minutes`). If
-it is killed between two versions, the first ones exist without a policy; the same call resumes or
-repeats the training and publishes the policy. If every advantage is 0 and no other term of the loss
-trains (KL, entropy, NLL), the same weights become the next policy, and its metrics say so.
+optimizer state. The weights on disk have `save_dtype`: bfloat16 after training in `bf16`, and then
+the state keeps the other half of each float32 weight. A killed training resumes after the last step
+that it saved (`resume_minutes`). If it is killed between two versions, the first ones exist without
+a policy; the same call resumes or repeats the training and publishes the policy. If every advantage
+is 0 and no other term of the loss trains (KL, entropy, NLL), the same weights become the next
+policy, and its metrics say so.
 
     refs = {"policy": "a/policy@0", "rollouts": "a/rollouts@1", "rewards": "a/rewards@1"}
     ref = run_stage("optimize", Config(algorithm="dapo"), store, **refs)
@@ -160,7 +162,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             trainer = _load_trainer(
                 plan, config, algorithm, loaded.batch, accelerator, loads_optimizer
             )
-        # also the pass that advantages need; the audit itself may wait for the first step
+        # Runs the pass that advantages may need. The audit uses a pass of its own only if it must;
+        # else the first step's pass is audited.
         with phase("audit"):
             trainer.prepare()
         with phase("steps"):

@@ -76,7 +76,8 @@ class Progress(Protocol):
 class Trainer(SavedState):
     """Loop, optimizer and counters over one batch: `prepare()`, then `train()`, once each.
 
-    The base class gives `resume` the weights, moments and counters to save, and restores them.
+    The base class gives the module `resume` the weights, moments and counters to save, and restores
+    them.
     """
 
     make_policy = Policy
@@ -190,7 +191,7 @@ class Trainer(SavedState):
                 self.policy, sequences, self.batch.prompt_numbers, config.packing
             )
         self._narrow()
-        self.policy.entropy_gradient = self.objective.has_bonus
+        self.policy.entropy_gradient = self.objective.has_entropy_bonus
         self.policy.fuse()  # after every change that moves weights in memory
         self.kernel = None
         """Attention kernel; None if nothing is passed through the model."""

@@ -2,10 +2,9 @@
 
 Refused: rows without a prompt, duplicate group ids, ids outside the vocabulary, and prompts that
 leave no room for the completion (`overlong = "drop"` drops and counts them instead; no prompt is
-ever shortened). A row's text never becomes a control token
-of the template: it is encoded in other pieces, or refused if that does not help. Every column of
-the source is kept in `columns`. The weights do not matter here: the next policy with the same
-tokenizer reuses the finished prompts.
+ever shortened). A row's text never becomes a control token of the template: it is split into other
+tokens, or refused if that does not help. Every column of the source is kept in `columns`. The
+weights do not matter here: the next policy with the same tokenizer reuses the finished prompts.
 
     config = resolve(Config(source="sums.jsonl", prompt="question"))    # reads it, once
     ref = run_stage("prompt", config, store, policy="arith/policy@0")
@@ -65,7 +64,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     policy = store.open(refs["policy"])
     if not config.source_sha256 or config.input is None:
         config = resolve(config)
-    config = identified(config)
+    config = identified(config)  # with hashes of the user's code
     filled_in = {"max_prompt_tokens": _longest_prompt(config, policy)}
     if config.limit is None:
         # each round takes all rows in order, so all have one run key
@@ -117,6 +116,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             log.info("prompts: shard %d of %d", index + 1, len(shards))
         columns = ["group_id", "messages", "prompt_ids"]
         prompts = pa.concat_tables(writer.read(i).select(columns) for i in range(len(shards)))
+        # how the template begins and ends an answer; goes into the manifest
         of_assistant = renderer.of_assistant(prompts["messages"])
     rendered_ids = set(prompts["group_id"].to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]

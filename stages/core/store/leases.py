@@ -207,7 +207,8 @@ class Leases:
         """Return the holders of all leases here, which tell `retention` that the work is alive.
 
         A process of another host, or of another boot, is left out if nothing here changed for ten
-        times a lease's lifetime: a process that has just begun has not watched its renewals.
+        times a lease's lifetime. The times of files decide this, because a process that has just
+        begun has not seen yet if the holder renews its lease.
         """
         holders = [holder for name in self.names() if (holder := self.holder(name))]
         changed_at = max((at for _, at in self.storage.files(self.prefix).values()), default=0.0)

@@ -81,8 +81,12 @@ class Plan:
         return self.attempt_at(self.kinds[-1], self.listing)
 
     def attempt_at(self, kind: str, listing: Listing) -> int:
-        """Return a number whose folders no version of this kind uses: the number of versions with
-        this run key, or more if a user deleted one and a later one has its files in `.data`."""
+        """Return a number whose folders no version of this kind uses.
+
+        It is the number of versions with this run key. If a user deleted a version's folder by
+        hand, that is too small, and in a bucket the work would go into files that a later version
+        names; so it is at least one more than the attempt of each of them.
+        """
         numbers = listing.find(self.run_key)
         attempts = [len(numbers)]
         for number in numbers:

@@ -135,7 +135,8 @@ class Storage(Protocol):
         manifest, if it is absent.
 
         Args:
-            work: prefix in `data_folder`. A policy's ends in the worker: `KEY.0.WORKER`.
+            work: prefix in `data_folder`. A policy's ends in the worker: `KEY.0.WORKER`, after
+                run key and attempt (see `writer`).
             worker: names this process.
             sizes: bytes of the files that it must have, by name.
 
@@ -149,8 +150,8 @@ class Storage(Protocol):
         ...
 
     def reclaim(self, work: str) -> None:
-        """Take back what a process left that died, or sleeps, while it published `work`. A process
-        that wakes in the middle of publishing then fails."""
+        """Take back what a dead or sleeping process left while it published `work`. A process that
+        wakes in the middle of publishing then fails."""
         ...
 
 

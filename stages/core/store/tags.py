@@ -135,7 +135,7 @@ class Tag:
         try:
             fields = read_checked(self._storage, key)
             place = self._place(number)
-            if {key: fields.pop(key) for key in place} != place:
+            if {name: fields.pop(name) for name in place} != place:
                 raise ValueError("it is another entry's")
             entry = Entry.model_validate(fields)
             for ref in filter(None, (entry.before, entry.ref)):

@@ -192,16 +192,18 @@ class Version:
             if not names or entry.name in names or entry.name.startswith(folders)
             if entry.name not in self._checked
         ]
-        state = [entry for entry in unchecked if entry.name.startswith(f"{OPTIMIZER_FOLDER}/")]
+        of_optimizer = [
+            entry for entry in unchecked if entry.name.startswith(f"{OPTIMIZER_FOLDER}/")
+        ]
         if unchecked:
-            # a mark covers all optimizer state, or none of it
-            first = (state or unchecked)[0]
+            # one file stands for all: a mark covers all optimizer state, or none of it
+            first = (of_optimizer or unchecked)[0]
             try:
                 self.require(first.name)
             except LineageError:
                 if names or self.mark:
                     raise
-                unchecked = [entry for entry in unchecked if entry not in state]
+                unchecked = [entry for entry in unchecked if entry not in of_optimizer]
         self._verify_files(unchecked, remembered=bool(names))
 
     def require(self, name: str) -> None:
@@ -394,7 +396,7 @@ class Store:
 
     def numbers(self, run: str, kind: str) -> list[int]:
         """Return the version numbers of one kind in one run, oldest first. A version that was made
-        again counts as old as the first one."""
+        again has the place of the first one, so the last number need not be the highest."""
         return self.listing(run, kind).visible(expired=self.sees_expired)
 
     def listing(self, run: str, kind: str) -> Listing:

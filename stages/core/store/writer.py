@@ -15,11 +15,11 @@ Contents of `STORE/<run>/<kind>/.work/` until the work is done:
     KEY.0.notes/      a note that makes each shard count, and each process's report
     KEY.0.leases/     which processes are at work (see `leases`)
     KEY.0.resume/     state from which a killed stage resumes
-    KEY.0.TOKEN/      the shards while one process publishes them, or the policy that it writes
+    KEY.0.WORKER/     the shards while one process publishes them, or the policy that it writes
 
-In a bucket, `KEY.0` and the policy's `KEY.0.TOKEN` lie in `.data`, and stay there.
+In a bucket, `KEY.0` and the policy's `KEY.0.WORKER` lie in `.data`, and stay there.
 
-KEY is the run key, TOKEN names a process (`Staging.worker`), and 0 is the attempt: the number of
+KEY is the run key, WORKER names a process (`Staging.worker`), and 0 is the attempt: the number of
 versions with this run key that existed before, or a higher one (`Plan.attempt_at`). So work that is
 repeated never touches the data of an earlier version.
 
@@ -194,7 +194,7 @@ class Writer:
         self._storage.delete(*(f"{place}/{name}/" for name in reversed(names)))
 
     def take_up(self) -> None:
-        """Take back the shards that a process left which died, or sleeps, while it published them.
+        """Take back the shards that a dead or sleeping process left while it published them.
         Only the holder of the lease may call it."""
         self._storage.reclaim(self.work)
 
@@ -204,7 +204,8 @@ class Writer:
             return True
         store = self._plan.store
         listing = listing or store.listing(self.run, self.kind)
-        # if there was none, and no version was added since, none needs to be read
+        # No version had this key when the work began (attempt 0), and none was added since: then no
+        # manifest needs to be read.
         if self.attempt or listing.given != self._before.given:
             self.committed = store.find(
                 self.run, self.kind, self.run_key, skip=self._skip, listing=listing
@@ -478,9 +479,10 @@ class Writer:
                 number = self._next_number(listing)
                 if self.is_committed(listing):
                     raise CommittedByOther
-                # In a bucket, a process that shared the work may have published these very files
-                # while this one slept, and its version may have been removed since. A second
-                # version must not name files that gc is about to delete.
+                # `is_committed` does not see a version that was removed. In a bucket, a process
+                # that shared the work may have published these very files while this one slept,
+                # and that version may have been removed since. A second version must not name
+                # files that gc is about to delete.
                 is_new = listing.given != self._before.given
                 for same in listing.find(self.run_key) if is_new else ():
                     ref = Ref(self.run, self.kind, same)

@@ -199,7 +199,8 @@ class Runs:
 
     calls: tuple[Stretches, ...]
     """Each span with its own keys; then, if there are prefixes, all spans that follow a prefix with
-    its keys. Empty if a prefix is read in several places."""
+    its keys. Empty if spans that share a prefix are not neighbours in the strip: then `copied` is
+    taken."""
     copied: Stretches
     """Each span with the keys of its prefix and its own, which are copied: its keys are tokens of
     `keys`."""
@@ -373,6 +374,7 @@ def make_blocks(spans: Spans) -> Blocks:
         keys = queries
         causal = not prefix_lengths.any()
         if not causal:
+            # the first `prefix_lengths` columns are overwritten below
             keys = _indices(starts - prefix_lengths, spans.key_counts[members])
             column = np.arange(prefix_lengths.max())
             prefix = spans.prefix_starts[members, None] + column
@@ -416,18 +418,20 @@ def make_runs(spans: Spans) -> Runs:
     lengths = np.stack([spans.prefix_lengths, spans.lengths], 1).ravel()
     calls = (_stretches(spans.lengths, spans.lengths, causal=True),)
     if spans.prefix_lengths.any():
-        prefixes = _prefix_lengths(spans)
+        prefixes = _prefix_stretches(spans)
         calls = (*calls, _stretches(*prefixes, causal=False)) if prefixes else ()
     copied = _stretches(spans.lengths, spans.key_counts, causal=True)
     return Runs(calls, copied, torch.from_numpy(_ranges(starts, lengths)))
 
 
-def _prefix_lengths(spans: Spans) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the lengths of stretches that cover the strip, once as queries and once as keys, in
-    which spans meet the prefix before them.
+def _prefix_stretches(spans: Spans) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return the lengths of stretches in which spans meet the prefix before them: their queries,
+    and their keys. Both add up to the whole strip.
 
-    Spans without a prefix meet no keys, and other keys meet no queries. Returns None if spans that
-    follow a prefix lie apart, since each key can be in one stretch only.
+    A prompt of 4 tokens and its two completions of 3 and 2 give queries [4, 0, 5, 0] and keys
+    [0, 0, 4, 5]: the prompt meets no prefix, the completions meet the prompt, and their own keys
+    meet no query here. Returns None if spans that share a prefix are not neighbours, since each key
+    can be in one stretch only.
     """
     queries, keys = [], []
     last_start, num_keys = -1, 0
