@@ -1,13 +1,15 @@
 """The runner, one for all stages: plan → find → lease → make → commit.
 
 This module decides whether to force, share, resume, or answer "already done". A finished version is
-found in this process within milliseconds. It is looked for three more times, because another
-process may finish the same work meanwhile: when the child begins, once it holds the lease, and
-right before the commit. In a flow, a call that another process is at waits for its version.
-Otherwise the stage runs in a child process, so that its memory and device are free when it ends; it
-ends with its caller. With `placement.resident_engine` the child of generate stays resident: it
-waits for the next call with its engine asleep, and keeps some memory. If it died meanwhile, or
-fails, that call runs in a fresh child, without an error.
+found in this process within milliseconds. Otherwise the stage runs in a child process, so that its
+memory and device are free when it ends; it ends with its caller. Another process may finish the
+same work meanwhile. So the version is looked for three more times: when the child begins, once it
+holds the lease, and right before the commit. In a flow, a call that another process is at waits for
+that one's version.
+
+With `placement.resident_engine` the child of generate stays resident: it waits for the next call
+with its engine asleep, and keeps some memory. If it died meanwhile, or fails, that call runs in a
+fresh child, without an error.
 
     call = Call("generate", config, store.url, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
     outcome = find_outcome(call)    # only look; None if it is not finished
