@@ -148,7 +148,7 @@ def check_demands(recipe: Recipe) -> None:
                 is_adapter = lora is not None and lora.save == "adapter"
                 advice = 'set generate.engine = "vllm"'
                 problem = ""
-                if recipe.data.media:
+                if recipe.may_show_media:
                     problem = "prompts with pictures or clips are not sent to servers"
                 elif is_adapter and num_policies > 1:
                     problem = (

@@ -234,6 +234,12 @@ class Recipe(Config):
         # `_can_evaluate` checks [evaluate] only without a context
         return parse(cls, sections, f"recipe {path}", context=None if measures else {})
 
+    @property
+    def may_show_media(self) -> bool:
+        """True if prompts or environments may show pictures or clips."""
+        turns = self.generate.turns
+        return bool(self.data.media or (turns and turns.most_media))
+
     def resolved(self) -> Recipe:
         """Return the recipe with everything it names outside the store looked up.
 

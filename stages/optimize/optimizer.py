@@ -18,9 +18,9 @@ does too.
 
 With `adamw_8bit` a matrix's gradient is bfloat16, and a moment is 8 bits a number: the index into
 256 values of a dynamic quantization map, and a float32 scale for each block of a row. A step is
-computed in float32, and the new moments are quantized after it. A vector, and a matrix whose rows
-are no multiple of 64, keep float32 moments. Blocks never cross a row, so any number of ranks saves
-the same.
+computed in float32, and the new moments are quantized after it, the second one as its root. A
+vector, and a matrix whose rows are no multiple of 64, keep float32 moments. Blocks never cross a
+row, so any number of ranks saves the same.
 
 References: https://arxiv.org/abs/1502.02551 (stochastic rounding), https://arxiv.org/abs/2110.02861
 (moments in 8 bits).
@@ -192,7 +192,8 @@ def load_optimizer_state(
         if key == "updates" or kind.endswith(_SCALE):
             continue
         parameter = parameters.get(name)
-        if parameter is None or saved.shape != parameter.shape:
+        is_known = kind in (*_IS_SIGNED, _REST)
+        if parameter is None or saved.shape != parameter.shape or not is_known:
             raise ConfigError(
                 "optimizer state",
                 f"{name} is missing or of another shape",
@@ -361,11 +362,17 @@ def _write(state: dict[str, Tensor], key: str, piece: slice, moments: Tensor) ->
 
 
 def quantize(moments: Tensor, block: int, *, is_signed: bool) -> tuple[Tensor, Tensor]:
-    """Return the codes, uint8 in the shape of `moments` […, d], and the scales […, d / block]."""
+    """Return the codes, uint8 in the shape of `moments` […, d], and the scales […, d / block].
+
+    Of the second moment (`is_signed` false) the root is quantized. A gradient far below its block's
+    largest would otherwise leave a second moment of 0 beside a first moment that is not, and steps
+    that are a hundred times too long.
+    """
     from bitsandbytes import functional
 
     values = _values(is_signed, moments.device)
-    codes, about = functional.quantize_blockwise(moments.contiguous(), code=values, blocksize=block)
+    numbers = moments if is_signed else moments.sqrt()
+    codes, about = functional.quantize_blockwise(numbers.contiguous(), code=values, blocksize=block)
     return codes, about.absmax.view(*moments.shape[:-1], -1)
 
 
@@ -374,12 +381,13 @@ def dequantize(codes: Tensor, scales: Tensor, *, is_signed: bool) -> Tensor:
     check_8bit()
     from bitsandbytes import functional
 
-    return functional.dequantize_blockwise(
+    numbers = functional.dequantize_blockwise(
         codes.contiguous(),
         absmax=scales.reshape(-1),
         code=_values(is_signed, codes.device),
         blocksize=codes.numel() // scales.numel(),
     )
+    return numbers if is_signed else numbers.square()
 
 
 @cache
@@ -421,7 +429,7 @@ def write_tensors(
 ) -> None:
     """Create `folder` with `tensors`, which may be on any device.
 
-    Only one file's tensors are in host memory at a time.
+    Only one file's tensors are copied from a GPU at a time.
 
     Args:
         file_bytes: largest file, unless a single tensor is larger.

@@ -265,7 +265,7 @@ def read_media(modality: str, returned: Any) -> list[str] | None:
 
 def _write_picture(image: Any) -> bytes:
     """Return a PIL image as PNG. Raises ValueError if it is none."""
-    if not _is_picture(image):
+    if not _is_image(image):
         raise ValueError(f"a picture is {type(image).__name__}, expected a PIL image or bytes")
     buffer = io.BytesIO()
     is_printed = image.mode in ("CMYK", "YCbCr", "HSV", "LAB")  # PNG has none of these
@@ -455,9 +455,10 @@ def call_tool(tools: Mapping[str, Callable[..., Any]], call: Call) -> Message:
 
 
 def read_answer(returned: Any) -> Message:
-    """Return content and files of a tool's result: a picture, parts of a message, or text."""
+    """Return content and files of a tool's result: a picture or clip, parts of a message, or
+    text."""
     listed = list(returned) if isinstance(returned, list | tuple) else [returned]
-    parts = [{"type": "image", "image": part} if _is_picture(part) else part for part in listed]
+    parts = [_as_part(part) for part in listed]
     if not any(isinstance(part, Mapping) and part.get("type") in MEDIA for part in parts):
         return {"content": read_text(returned)}
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
@@ -466,9 +467,22 @@ def read_answer(returned: Any) -> Message:
     return {"content": clean(content), **_as_members(media)}
 
 
-def _is_picture(thing: Any) -> bool:
-    """True for bytes and for PIL images; checked by attributes, as PIL need not be installed."""
-    return isinstance(thing, bytes) or (hasattr(thing, "save") and hasattr(thing, "mode"))
+def _is_image(thing: Any) -> bool:
+    """True for PIL images; checked by attributes, as PIL need not be installed."""
+    return hasattr(thing, "save") and hasattr(thing, "mode")
+
+
+def _as_part(thing: Any) -> Any:
+    """Return bytes of a file, and a PIL image, as a part of a message, and other things
+    unchanged."""
+    if _is_image(thing):
+        return {"type": "image", "image": thing}
+    if not isinstance(thing, bytes):
+        return thing
+    is_mp3 = thing.startswith(b"ID3") or (thing[:1] == b"\xff" and thing[1:2] >= b"\xe0")
+    is_clip = is_mp3 or thing.startswith(b"fLaC") or thing[8:12] == b"WAVE"
+    modality = "audio" if is_clip else "image"
+    return {"type": modality, modality: thing}
 
 
 def waited(returned: Any) -> Any:

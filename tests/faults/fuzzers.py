@@ -125,7 +125,7 @@ READERS: dict[str, Callable[[Path], object]] = {
         Promotion(), Store(store).open("held/evaluations@4").manifest.metrics
     ),
     "compare two": lambda store: commands.compare(
-        "held/evaluations@1", "held/evaluations@4", str(store)
+        "held/evaluations@1", "held/evaluations@4", store=str(store)
     ),
     "show": lambda store: commands.show("held/evaluations@4", 1, str(store)),
     "show updates": lambda store: commands.show("golden/updates@2", 1, str(store)),

@@ -29,7 +29,7 @@ from quiver.stages.model.folder import says_no_memory
 from quiver.stages.model.ragged import Ragged
 from quiver.stages.model.turns import after_prompts
 
-from .attention import NAME, block_attention, hidden_states
+from .attention import NAME, block_attention
 from .layout import Layout, Sequences, make_layout
 from .packing import Piece
 from .policy import Policy, compute_logprobs
@@ -289,7 +289,8 @@ def probe_calls(
     (microbatch,) = policy.microbatches(range(len(rows)), numbers, cut, 1 << 30)
     layout = to_device(make_layout(microbatch, cut, varlen=True), policy.device)
     with recorded() as calls:
-        hidden_states(policy.model, replace(layout, runs=None))
+        # by the whole policy, whose call gathers the weights of other ranks
+        policy(replace(layout, runs=None))
     return list(calls.values()), layout
 
 

@@ -183,19 +183,23 @@ def _require_whole_mp3(content: bytes, seconds: float) -> None:
             continue
         frame_seconds = (1152 if is_first else 576) / hertz
         found += frame_seconds
+    if not found:
+        raise ValueError(f"has no frame where its samples should begin: {_AGAIN}")
     says = seconds if not promised else promised * frame_seconds
     if max(abs(says - found), abs(seconds - found)) > _MP3_DELAY * frame_seconds:
         raise ValueError(f"says {says:.2f} s, its frames are {found:.2f} s: {_AGAIN}")
 
 
 def _after_id3(content: bytes) -> int:
-    """Return where a file begins behind its ID3v2 tag, whose size has 7 bits a byte."""
-    if not content.startswith(b"ID3"):
-        return 0
-    size = 0
-    for byte in content[6:10]:
-        size = size << 7 | byte
-    return 10 + size
+    """Return where a file begins behind its ID3v2 tags, whose size has 7 bits a byte."""
+    at = 0
+    while content.startswith(b"ID3", at):
+        size = 0
+        for byte in content[at + 6 : at + 10]:
+            size = size << 7 | byte
+        flags = int.from_bytes(content[at + 5 : at + 6])
+        at += 10 + size + (10 if flags & 0x10 else 0)  # a footer
+    return at
 
 
 def open_clip(content: bytes, rate: int | None = None) -> tuple[Any, int]:

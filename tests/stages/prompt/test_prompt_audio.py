@@ -156,6 +156,7 @@ WHOLE = {
     "WAV with a tag": WAV + ID3,
     "FLAC behind ID3": ID3 + FLAC,
     "MP3 behind ID3, before ID3v1": ID3 + MP3 + b"TAG" + b"\0" * 125,
+    "MP3 behind two ID3": ID3 + ID3 + MP3,
     **{f"FLAC {depth}": encoded(SECOND, "FLAC", subtype=depth) for depth in ("PCM_S8", "PCM_24")},
     "stereo": encoded(np.stack([SECOND, SECOND], 1), "FLAC"),
     "stereo MP3": encoded(np.stack([SECOND, SECOND], 1), "MP3"),
