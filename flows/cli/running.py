@@ -206,8 +206,8 @@ def estimate(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """Estimate what policies score on held-out rows, from rollouts of another policy. Nothing is
-    sampled; what cannot be estimated is refused."""
+    """Estimate held-out scores from rollouts of another policy. Nothing is sampled; what cannot be
+    estimated is refused."""
     from quiver.flows.calls import by_hand
     from quiver.flows.estimation import estimate as estimate_policies
     from quiver.flows.look.comparisons import estimate_lines

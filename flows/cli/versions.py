@@ -48,7 +48,7 @@ def ls(
         bool, typer.Option("--differing", help="a column for each config key that differs")
     ] = False,
 ) -> None:
-    """List the versions: score or reward, tags and notes, size, rows, time, and keys of configs.
+    """List the versions: score or reward, tags, size, rows, time. Notes and keys of configs too.
 
     Unreadable versions are listed too, and the exit code is that of their error. A manifest that
     was read before is not read again; `verify` reads all.
@@ -242,7 +242,7 @@ def compare(
     ] = None,
     store: StorePath = None,
 ) -> None:
-    """Show how much better B scores than A, prompt by prompt; also C, D and so on."""
+    """Show how much better B scores than A, prompt by prompt. Also C, D and so on."""
     from quiver.flows.look.comparisons import comparison_lines
     from quiver.flows.look.paired import find_evaluations
     from quiver.flows.look.templates import lines
