@@ -99,9 +99,9 @@ def table_lines(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
 def flat_row(part: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row as one of CSV. `part`: "cells" or "then"."""
     low, high = row["interval"] or (None, None)
-    plain = {name: row[name] for name in _COLUMNS if name in row}
+    columns = {**row, "part": part, "low": low, "high": high, "error": _error_of(row)}
     flat = {"part": part, "cell": row["cell"], **labels_of(row)}
-    return {**flat, **plain, "low": low, "high": high, "error": _error_of(row)}
+    return flat | {name: columns[name] for name in _COLUMNS}
 
 
 def _error_of(row: Mapping[str, Any]) -> str | None:
