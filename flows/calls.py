@@ -117,9 +117,13 @@ def calls_of(
     """Let `perform` inside belong to the recipe's run.
 
     `check_stages` checks each stage once within it. If `expired` is true, finished versions whose
-    files expired count as done. `note` goes into the manifest of each version that is made.
+    files expired count as done. `note` goes into the manifest of each version that is made; by
+    default, the note of the block around this one.
     """
     is_resident = keeps_engine(recipe, len(visible_gpus()))
+    enclosing = _RUN.get(None)
+    if enclosing is not None:
+        note = note or enclosing.note
     run = _Run(
         recipe.run,
         recipe.store,

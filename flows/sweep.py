@@ -6,12 +6,14 @@
 With `sweep.rollouts`, a cell is reward → optimize, and no rollout is sampled for it; the comparison
 ranks one update. Without it, a cell is a whole run with a name of its own. Either way the policy is
 measured on the held-out rows, with the seeds and the [reward] of the recipe itself, so that all
-cells are judged alike, and against the policy that the cells start from.
+cells are judged alike, and against the policy that the cells start from: the newest that sampled
+the rollouts, else the base model.
 
 The versions are ordinary ones, and finished ones are found again. So a sweep that was killed
 continues, and a cell that failed is tried again by the same command. The object
 `RUN/sweeps/NAME.json` in the store names the versions of each cell; NAME is a hash of the recipe.
-It may be deleted, and holds no version back from `quiver gc`: manifests are enough to show it.
+It may be deleted, and holds no version back from `quiver gc`: manifests are enough to show it, and
+a cell that it names as measured is not trained again because its files expired.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from .calls import calls_of, perform, run_here
 from .evaluation import measure
 from .look.sweeps import cell_rows, label_of
 from .recipe import Recipe
-from .rerun import first_of_line, rerun, sampling_policy
+from .rerun import find_refs, first_of_line, rerun
+from .retention import Retention
 from .sections import merge
 from .slots import visible_gpus
 
@@ -45,6 +48,9 @@ MOST_CONTINUED = 2
 """Cells that `--then` continues."""
 _FROZEN = ("reward", "optimize", "logprobs", "reference", "seed")
 """Sections and keys that do not change saved rollouts."""
+_ALIKE = ("run", "store", "policy", "evaluate", "promotion", "schedule", "sweep")
+"""Sections and keys that all cells share: where they start, how they are judged, and what a whole
+run does not read."""
 _WITHOUT_DEVICE = ("prompt", "reward", "evaluate")
 _LIGHT_ENGINES = (None, "transformers", "scripted", "vllm-server")
 log = logging.getLogger("quiver")
@@ -69,18 +75,19 @@ def cells_of(recipe: Recipe) -> list[Cell]:
     """Return the cells of the recipe's grid. Raises ConfigError if one of them is no recipe."""
     grid = recipe.sweep.model_dump(mode="json")["over"]
     if recipe.sweep.num_seeds > 1:
+        if "seed" in grid:
+            raise ConfigError(
+                "sweep.over.seed",
+                "names seeds, and sweep.num_seeds (--seeds) does so too",
+                next="leave one of them out",
+            )
         grid["seed"] = [recipe.seed + index for index in range(recipe.sweep.num_seeds)]
     if not grid:
         raise ConfigError(
             "sweep.over", "names no key to compare", next="quiver sweep RECIPE --over KEY=V1,V2"
         )
-    for key in grid if recipe.sweep.rollouts else ():
-        if key.partition(".")[0] not in _FROZEN:
-            raise ConfigError(
-                f"sweep.over {printable(key)}",
-                f"does not change saved rollouts; these do: {', '.join(_FROZEN)}",
-                next="leave sweep.rollouts out, so that each cell is a whole run",
-            )
+    for key, values in grid.items():
+        _check_key(key, values, is_whole_run=not recipe.sweep.rollouts)
     plain = recipe.model_dump(exclude_unset=True, exclude={"sweep"})
     cells = []
     for number, values in enumerate(product(*grid.values()), 1):
@@ -98,8 +105,39 @@ def cells_of(recipe: Recipe) -> list[Cell]:
             sections = merge(sections, {"run": run, "data": {"held_out": None}})
         # the recipe's own [reward] and [evaluate] judge
         changed = parse(Recipe, sections, f"sweep cell {number}", context={})
+        if recipe.sweep.rollouts and "seed" in grid and changed.optimize.seed is not None:
+            raise ConfigError(
+                "optimize.seed",
+                "is set, so that the seeds to compare change nothing",
+                next="leave it out, or compare values of optimize.seed",
+            )
         cells.append(Cell(number, settings, changed))
     return cells
+
+
+def _check_key(key: str, values: Sequence[Any], is_whole_run: bool) -> None:
+    """Raise ConfigError if a key of `sweep.over` would change nothing, or how cells are judged."""
+    section = key.partition(".")[0]
+    name = f"sweep.over {printable(key)}"
+    if not is_whole_run:
+        if section not in _FROZEN:
+            raise ConfigError(
+                name,
+                f"does not change what is learned from saved rollouts; these do: "
+                f"{', '.join(_FROZEN)}",
+                next="leave sweep.rollouts out, so that each cell is a whole run",
+            )
+        return
+    tables = [value for value in values if isinstance(value, dict)]
+    is_held_out = key.startswith("data.held_out") or (
+        key == "data" and any("held_out" in table for table in tables)
+    )
+    if section in _ALIKE or is_held_out:
+        raise ConfigError(
+            name,
+            f"is the same for all cells, as are {', '.join(_ALIKE)} and data.held_out",
+            next="compare other keys, or start a sweep for each value",
+        )
 
 
 def sweep(recipe: Recipe, num_then: int = 0) -> dict[str, Any]:
@@ -120,14 +158,16 @@ def sweep(recipe: Recipe, num_then: int = 0) -> dict[str, Any]:
     judge = recipe.held_out_resolved()
     try:
         # one block, so that its checks are done once
-        with _calls(recipe):
+        with _calls(recipe, expired=True):
             if rollouts:
-                start = sampling_policy(running.store, rollouts[0])
+                sampled = {"rollouts": rollouts}
+                [start] = find_refs(recipe, running.store, "optimize", "policy", sampled)
             else:
                 start = perform("policy", checkpoints.resolve(recipe.policy), {}).ref
             baseline = running.record["baseline"] = measure(judge, start, 0).ref
             for cell in cells:
-                running.fill("cells", cell, partial(_train, cell.recipe, rollouts), judge, baseline)
+                train = partial(_train, cell.recipe, rollouts, start)
+                running.fill("cells", cell, train, judge, baseline)
             if num_then:
                 _continue_best(running, cells, judge, start, num_then)
     finally:
@@ -143,7 +183,9 @@ class _Running:
         named = recipe.sweep.rollouts or []
         refs = [named] if isinstance(named, str) else named
         rollouts = [str(self.store.resolve(ref, recipe.run)) for ref in refs]
-        self.record = _read(recipe, self.store) or {"cells": {}, "then": {}}
+        self._before = _read(recipe, self.store) or {"cells": {}, "then": {}}
+        # Functions, models and rollouts may have changed since: only what is found again counts.
+        self.record = {**self._before, "cells": {}}
         self.record |= {"sweep": _name(recipe), "run": recipe.run, "rollouts": rollouts}
         self._key = _key(recipe)
 
@@ -152,8 +194,11 @@ class _Running:
     ) -> None:
         """Train a cell and measure its policy by `judge`, against the evaluation `baseline`."""
         entry: dict[str, Any] = {"settings": cell.settings}
+        before = self._before[part].get(str(cell.number), {}).get("evaluation")
+        note = f"sweep {self.record['sweep']}, {cell.name}"
         try:
-            with _calls(cell.recipe, note=f"sweep {self.record['sweep']}, {cell.name}"):
+            # a policy that was measured need not be trained again because its files expired
+            with _calls(cell.recipe, note=note, expired=before is not None):
                 policy = train()
             evaluation = measure(judge, policy.ref, 1, baseline=baseline)
             entry |= {"policy": policy.ref, "cached": policy.cached, "evaluation": evaluation.ref}
@@ -161,6 +206,8 @@ class _Running:
         except QuiverError as error:
             entry["error"] = error.to_dict()
             log.warning("%s: %s %s: %s", cell.name, error.code, error.object, error.message)
+        if part == "cells" and entry.get("evaluation") != before:
+            self.record["then"] = {}  # it continues other policies
         self.record[part][str(cell.number)] = entry
         self.store.storage.put(self._key, with_checksum(self.record))
 
@@ -168,22 +215,46 @@ class _Running:
 def _continue_best(
     running: _Running, cells: Sequence[Cell], judge: Recipe, start: str, num_then: int
 ) -> None:
-    """Train the best cells further, and measure them and the start with other seeds: the luck of
-    the best with the sweep's seeds must not count again."""
+    """Train the best cells further, and measure them and the start on the same rows with other
+    seeds: the luck of the best with the sweep's seeds must not count again.
+
+    Of cells with the same weights, or that differ in their seed only, the best alone continues.
+    """
     store = running.store
-    seed = judge.generate_config(0, evaluation=True).seed + 1
-    generate = {**judge.evaluate.generate, "seed": seed}
+    sampled = judge.generate_config(0, evaluation=True)
+    if sampled.sampling.temperature == 0:
+        log.warning(
+            "the held-out answers are sampled at temperature 0, where other seeds change nothing: "
+            "the luck of the best cells counts again"
+        )
+    generate = {**judge.evaluate.generate, "seed": sampled.seed + 1}
     evaluate = judge.evaluate.model_copy(update={"generate": generate})
     fresh = judge.model_copy(update={"evaluate": evaluate})
     baseline = measure(fresh, start, 0).ref
     running.record["then"] = {}
     rollouts = running.record["rollouts"]
-    rows = [row for row in cell_rows(store, running.record["cells"]) if row["evaluation"]]
-    for row in rows[:MOST_CONTINUED]:
+    for row in _distinct(cell_rows(store, running.record["cells"]))[:MOST_CONTINUED]:
         cell = cells[row["cell"] - 1]
-        longer = cell.recipe.model_copy(update={"iterations": 1 + num_then})
-        train = partial(_continue, longer, store, rollouts, row["policy"])
+        # The cells share a run: its [retention] could delete the policy of the next one.
+        options = {"iterations": 1 + num_then, "retention": Retention()}
+        longer = cell.recipe.model_copy(update=options)
+        train = partial(_continue, longer, store, rollouts, start)
         running.fill("then", cell, train, fresh, baseline)
+
+
+def _distinct(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the measured rows, without those that repeat an earlier one: its weights, or its
+    settings with another seed."""
+    seen: set[str] = set()
+    distinct = []
+    for row in rows:
+        if row["evaluation"]:
+            settings = {key: value for key, value in row["settings"].items() if key != "seed"}
+            marks = {digest(settings), row["weights"]}
+            if seen.isdisjoint(marks):
+                distinct.append(row)
+            seen |= marks
+    return distinct
 
 
 def saved(recipe: Recipe) -> dict[str, Any]:
@@ -201,11 +272,12 @@ def saved(recipe: Recipe) -> dict[str, Any]:
     return record
 
 
-def _train(recipe: Recipe, rollouts: Sequence[str]) -> Outcome:
-    """Train by a cell's recipe: on these rollouts, or in a run of its own."""
+def _train(recipe: Recipe, rollouts: Sequence[str], start: str) -> Outcome:
+    """Train by a cell's recipe: the policy `start` on these rollouts, or in a run of its own."""
     if rollouts:
         rewards = [rerun(recipe, "reward", {"rollouts": ref}).ref for ref in rollouts]
-        return rerun(recipe, "optimize", {"rollouts": list(rollouts), "rewards": rewards})
+        refs = {"policy": start, "rollouts": list(rollouts), "rewards": rewards}
+        return rerun(recipe, "optimize", refs, expired=True)
     from .post_train import post_train
     from .preflight import preflight
 
@@ -215,11 +287,14 @@ def _train(recipe: Recipe, rollouts: Sequence[str]) -> Outcome:
     return Outcome(policy, is_cached, rows=0, seconds=0.0, metrics={})
 
 
-def _continue(recipe: Recipe, store: Store, rollouts: Sequence[str], policy: str) -> Outcome:
+def _continue(recipe: Recipe, store: Store, rollouts: Sequence[str], start: str) -> Outcome:
     """Train a cell's policy for the recipe's iterations after the first, on fresh rollouts."""
     from .post_train import Chain
 
-    rounds = [store.open(ref).manifest.config["round"] for ref in rollouts]
+    # It is found; made again if its files expired, and this cell was not continued before.
+    policy = _train(recipe, rollouts, start).ref
+    # imported rollouts have no round
+    rounds = [store.open(ref).manifest.config.get("round", 0) for ref in rollouts]
     chain = Chain(recipe.resolved())
     base = first_of_line(store, policy)
     iterations = chain.improve(policy, base, first=2, first_round=max(rounds) + 1)

@@ -37,6 +37,8 @@ def sweep(
     from quiver.flows.sweep import sweep as run_cells
     from quiver.stages.core.store import Store
 
+    if show and then:
+        raise ConfigError("--then", "trains, and --show runs nothing", next="leave one of them out")
     loaded = read_recipe(recipe, settings, store)
     values = dict(map(_values, over or ()))
     changes: dict[str, Any] = {"over": {**loaded.sweep.over, **values}}
@@ -49,7 +51,7 @@ def sweep(
             record = run_cells(loaded, then)
     opened = Store(loaded.store)
     tables = {part: cell_rows(opened, record[part]) for part in ("cells", "then")}
-    lines = _csv_lines(tables["cells"]) if as_csv else sweep_lines(opened, record)
+    lines = _csv_lines(tables) if as_csv else sweep_lines(opened, record)
     say({**record, **tables}, lines)
     errors = [row["error"] for table in tables.values() for row in table if row["error"]]
     if errors:
@@ -76,13 +78,12 @@ def _values(text: str) -> tuple[str, list[Any]]:
     return key, list(section["each"].values())
 
 
-def _csv_lines(rows: list[dict[str, Any]]) -> list[str]:
-    from quiver.flows.look.sweeps import labels_of
+def _csv_lines(tables: dict[str, list[dict[str, Any]]]) -> list[str]:
+    from quiver.flows.look.sweeps import flat_row
 
     text = io.StringIO()
-    flat = [{"cell": row["cell"], **labels_of(row), **row} for row in rows]
-    names = [name for name in flat[0] if name not in ("settings", "cached")]
-    writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+    flat = [flat_row(part, row) for part, rows in tables.items() for row in rows]
+    writer = csv.DictWriter(text, list(flat[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(flat)
     return text.getvalue().splitlines()

@@ -10,7 +10,7 @@ method, is at most 0.05. Its interval is not corrected.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,10 +18,14 @@ from quiver.schemas.refs import parse
 from quiver.stages.core.store import Store
 from quiver.stages.evaluate.statistics import CONFIDENCE, holm
 
+from .comparisons import interval_of
 from .words import aligned, cell, counted, number, score_of
 
-_UNKNOWN = ("policy", "evaluation", "score", "stderr", "n", "difference", "low", "high", "p_value")
-_UNKNOWN += ("verdict", "approx_kl", "clip_fraction", "error")
+_UNKNOWN = ("policy", "evaluation", "weights", "score", "stderr", "n", "difference", "interval")
+_UNKNOWN += ("p", "p_holm", "told_apart", "approx_kl", "clip_fraction", "error")
+_COLUMNS = ("part", "cell", "policy", "evaluation", "score", "stderr", "n", "difference", "low")
+_COLUMNS += ("high", "p", "p_holm", "told_apart", "approx_kl", "clip_fraction", "error")
+"""Columns of CSV, beside the settings."""
 
 
 def cell_rows(store: Store, entries: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -34,23 +38,22 @@ def cell_rows(store: Store, entries: Mapping[str, dict[str, Any]]) -> list[dict[
     for cell_number, entry in entries.items():
         row = dict.fromkeys(_UNKNOWN) | {"cell": int(cell_number), **entry}
         if entry.get("evaluation"):
-            metrics = store.version(parse(entry["evaluation"])).manifest.metrics
+            evaluation = store.version(parse(entry["evaluation"])).manifest
+            metrics = evaluation.metrics
+            row["weights"] = evaluation.require_model("policy").weights
             trained = store.version(parse(entry["policy"])).manifest.metrics
             difference = metrics["difference"]["score"]
             row |= {name: metrics[name] for name in ("score", "stderr", "n")}
             row |= {name: trained.get(name) for name in ("approx_kl", "clip_fraction")}
             row["difference"] = difference["score"]
             if difference["interval"]:
-                row["low"], row["high"] = difference["interval"]
-                row["p_value"] = difference["p"]
+                row |= {name: difference[name] for name in ("interval", "p")}
         rows.append(row)
-    tested = [row for row in rows if row["p_value"] is not None]
-    corrected = holm([row["p_value"] for row in tested])
-    for row, p_value in zip(tested, corrected, strict=True):
-        row["p_value"] = p_value
-        is_apart = p_value <= 1 - CONFIDENCE
-        word = "better" if row["difference"] > 0 else "worse"
-        row["verdict"] = word if is_apart else "not told apart"
+    tested = [row for row in rows if row["p"] is not None]
+    corrected = holm([row["p"] for row in tested])
+    for row, p_holm in zip(tested, corrected, strict=True):
+        row["p_holm"] = p_holm
+        row["told_apart"] = p_holm <= 1 - CONFIDENCE
     return sorted(rows, key=lambda row: (row["score"] is None, -(row["score"] or 0), row["cell"]))
 
 
@@ -60,9 +63,10 @@ def label_of(value: Any) -> str:
 
 
 def labels_of(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings of a row in words, by the last part of the key if that is unique."""
+    """Return the settings of a row in words, by the last part of the key if that is unique and no
+    column of the table."""
     keys = row["settings"]
-    ends = Counter(key.rpartition(".")[2] for key in keys)
+    ends = Counter([*_COLUMNS, *(key.rpartition(".")[2] for key in keys)])
     return {
         end if ends[end := key.rpartition(".")[2]] == 1 else key: label_of(value)
         for key, value in keys.items()
@@ -72,23 +76,51 @@ def labels_of(row: Mapping[str, Any]) -> dict[str, str]:
 def table_lines(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
     """Return the rows as lines below a header. `baseline`: name of the policy compared with."""
     names = list(labels_of(rows[0])) if rows else []
-    tested = sum(row["p_value"] is not None for row in rows)
+    tested = sum(row["p"] is not None for row in rows)
     against = f"against {baseline} (paired, 95 %, Holm over {tested})"
     table = [["cell", *names, "policy", "score", against, "KL", "clipped"]]
     for row in rows:
         labels = labels_of(row).values()
         if row["error"]:
-            failed = f"failed: {row['error']['code']} {row['error']['message']}"
-            table.append([str(row["cell"]), *labels, failed, *[""] * 4])
+            table.append([str(row["cell"]), *labels, f"failed: {_error_of(row)}", *[""] * 4])
             continue
         difference = f"{row['difference']:+.4f}"
-        if row["verdict"]:
-            difference += f"  {row['low']:+.4f} … {row['high']:+.4f}  {row['verdict']}"
+        if row["interval"]:
+            word = "better" if row["difference"] > 0 else "worse"
+            verdict = word if row["told_apart"] else "not told apart"
+            difference += f"  {interval_of(row['interval'], '+')}  {verdict}"
         numbers = [number(row["approx_kl"]), number(row["clip_fraction"])]
         table.append(
             [str(row["cell"]), *labels, row["policy"], score_of(row), difference, *numbers]
         )
     return aligned(table, right=(0,))
+
+
+def flat_row(part: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row as one of CSV. `part`: "cells" or "then"."""
+    low, high = row["interval"] or (None, None)
+    columns = {**row, "part": part, "low": low, "high": high, "error": _error_of(row)}
+    flat = {"part": part, "cell": row["cell"], **labels_of(row)}
+    return flat | {name: columns[name] for name in _COLUMNS}
+
+
+def _error_of(row: Mapping[str, Any]) -> str | None:
+    error = row["error"]
+    return error and f"{error['code']} {error['message']}"
+
+
+def _equal_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line about each group of cells whose policies have the same weights."""
+    alike = defaultdict(list)
+    for row in rows:
+        if row["weights"]:
+            alike[row["weights"]].append(row["cell"])
+    return [
+        f"cells {', '.join(map(str, sorted(cells)))} have the same weights: what differs between "
+        "them changed nothing, and each still counts in Holm's correction."
+        for cells in alike.values()
+        if len(cells) > 1
+    ]
 
 
 def sweep_lines(store: Store, record: Mapping[str, Any]) -> list[str]:
@@ -100,19 +132,20 @@ def sweep_lines(store: Store, record: Mapping[str, Any]) -> list[str]:
     lines += [*table_lines(rows, start), ""]
     failed = sum(row["error"] is not None for row in rows)
     done = sum(bool(row.get("cached")) for row in rows)
-    counts = [f"{len(rows) - failed - done} trained", f"{done} already done"]
+    trained = len(rows) - failed - done
+    counts = [f"{trained} trained", f"{done} already done"]
     counts += [f"{failed} failed"] if failed else []
     text = f"{counted(len(rows), 'cell')}: {', '.join(counts)}"
     if record["rollouts"]:
         manifests = [store.version(parse(ref)).manifest for ref in record["rollouts"]]
-        seconds = len(rows) * sum(manifest.seconds.get("total", 0.0) for manifest in manifests)
-        saved = counted(len(rows) * len(manifests), "generation")
+        seconds = trained * sum(manifest.seconds.get("total", 0.0) for manifest in manifests)
+        saved = counted(trained * len(manifests), "generation")
         text += f"; {saved} saved ({seconds / 60:.1f} min). This ranks one update"
     text += f". The best of {len(rows)} is biased upwards"
     if record["rollouts"] and not record["then"]:
-        text += ": `--then 1` trains the first 2 on fresh rollouts, and measures with fresh samples"
-    lines.append(f"{text}.")
+        text += ": `--then 1` trains the first 2 on fresh rollouts, and measures with other seeds"
+    lines += [f"{text}.", *_equal_lines(rows)]
     if record["then"]:
-        lines += ["", "continued on fresh rollouts, measured with fresh samples:"]
+        lines += ["", "continued on fresh rollouts, measured on the same rows with other seeds:"]
         lines += table_lines(cell_rows(store, record["then"]), start)
     return lines

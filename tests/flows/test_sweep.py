@@ -1,5 +1,6 @@
 """`quiver sweep`: cells on the same saved rollouts, and cells that are whole runs."""
 
+import csv
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -7,14 +8,18 @@ from pathlib import Path
 import pytest
 
 from quiver.flows import dispatch
+from quiver.flows.cli.sweeping import _csv_lines
+from quiver.flows.look.sweeps import cell_rows, sweep_lines
 from quiver.flows.recipe import load
-from quiver.flows.sweep import cells_of, sweep
+from quiver.flows.sweep import cells_of, saved, sweep
 from quiver.schemas.errors import ConfigError
+from quiver.schemas.refs import parse
 from quiver.stages.core.run import stage_process
-from quiver.stages.core.store import Store, retention
+from quiver.stages.core.store import Store, marks, retention
+from quiver.stages.core.store.listing import EXPIRED
 from quiver.stages.evaluate.comparison import compare
 from tests.flows.conftest import stay_here, write_recipe
-from tests.writing import run_iteration
+from tests.writing import run_here, run_iteration
 
 SWEEP = """
 [sweep]
@@ -94,8 +99,9 @@ def test_show_needs_manifests_alone_and_the_same_again_makes_nothing(made, comma
     assert code == 0 and made == [] and all(row["cached"] for row in first["cells"])
     retention.remove(Store("store"), first["cells"][-1]["policy"])
     assert command("sweep", *options, "--show")[1]["cells"] == first["cells"] and made == []
-    code, error = command("sweep", *options, "--show", "--seeds", "2")
-    assert code == 2 and "has none with these settings" in error["error"]["message"]
+    for option, words in (("--seeds", "has none with these settings"), ("--then", "runs nothing")):
+        code, error = command("sweep", *options, "--show", option, "2")
+        assert code == 2 and words in error["error"]["message"]
 
 
 @pytest.mark.parametrize("num_calls", [4, 9])
@@ -118,7 +124,11 @@ def test_a_killed_sweep_goes_on_and_makes_nothing_twice(made, monkeypatch, num_c
     assert Counter(made) == counts
 
 
-def test_a_failing_cell_does_not_end_the_others_and_is_tried_again(made, command):
+def stopped(call, **_):
+    raise KeyboardInterrupt
+
+
+def test_a_failing_cell_does_not_end_the_others_and_is_tried_again(made, monkeypatch, command):
     Path("low.py").write_text(
         "def share(completions, **_):\n    return [1 / 0 for _ in completions]\n"
     )
@@ -130,8 +140,24 @@ def test_a_failing_cell_does_not_end_the_others_and_is_tried_again(made, command
     assert (even["settings"]["reward"]["name"], low["error"]["code"]) == ("even", "E-REWARD")
     Path("low.py").write_text(LOW)
     made.clear()
+    store, recipe = Store("store"), load("recipe.toml", ["run=failing"])
+    over = {**recipe.sweep.over, "optimize.learning_rate": [1e-3]}
+    recipe = recipe.model_copy(update={"sweep": recipe.sweep.model_copy(update={"over": over})})
+    record = saved(recipe)
+    lines = sweep_lines(store, record)
+    assert any("failed: E-REWARD" in line for line in lines) and "1 generation saved" in lines[-1]
+    read = csv.DictReader(_csv_lines({"cells": cell_rows(store, record["cells"])}))
+    assert [row["error"].partition(" ")[0] for row in read] == ["", "E-REWARD"]
     code, answer = command(*options)
     assert code == 0 and Counter(made) == Counter(["reward", "optimize", *CELL])
+    # the other cell's reward has changed, and the sweep is killed before that cell is done
+    Path("low.py").write_text(LOW.replace("160", "150"))
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "run_call", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(recipe)
+    assert list(saved(recipe)["cells"]) == ["1"], "the table has no result of the old function"
+    Path("low.py").write_text(LOW)
 
 
 def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, command):
@@ -152,6 +178,35 @@ def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, comman
         assert sampled == store.open(before).manifest.config["seed"] + 1
     assert len(answer["then"]) == 2
     assert command("sweep", "recipe.toml", "--set", "run=alike", "--show")[1] == answer
+    made.clear()
+    for row in answer["cells"]:
+        policy = store.version(parse(row["policy"]))
+        rewards = policy.manifest.input("rewards").ref
+        for ref in (row["policy"], rewards):
+            marks.write(store.storage, parse(ref), EXPIRED, "gc, keep = 1")
+    assert command(*options[:-2])[1]["then"] == answer["then"] and made == []
+    assert command(*options)[0] == 0 and made == []
+
+
+def test_rollouts_of_several_policies_train_the_newest_and_equal_cells_continue_once(made, command):
+    recipe, store = load("recipe.toml"), Store("store")
+    asked = {"prompts": "tiny/prompts@1", "policy": "tiny/policy@1"}
+    run_here("generate", recipe.generate_config(2), store, into="tiny", **asked)
+    options = ["sweep", "recipe.toml", "--set", "run=mixed", "--set", "optimize.max_staleness=1"]
+    options += ["--set", "sweep.rollouts=['tiny/rollouts@1','tiny/rollouts@2']"]
+    options += ["--set", "sweep.over={'optimize.learning_rate'=[1e-3]}", "--seeds", "2"]
+    options += ["--set", "retention.keep=1", "--set", "retention.grace_hours=0", "--then", "2"]
+    code, answer = command(*options)
+    assert code == 0
+    tested = store.version(parse(answer["baseline"])).manifest.require_model("policy").ref
+    trained = {store.version(parse(row["policy"])).manifest.input("policy").ref
+               for row in answer["cells"]}  # fmt: skip
+    assert trained == {tested} == {"tiny/policy@1"}
+    assert len({row["weights"] for row in answer["cells"]}) == 1 and len(answer["then"]) == 1
+    record = {**answer, **{part: {str(row["cell"]): row for row in answer[part]}
+                           for part in ("cells", "then")}}  # fmt: skip
+    assert any("cells 1, 2 have the same weights" in line for line in sweep_lines(store, record))
+    assert all(store.exists(parse(row["policy"])) for row in answer["cells"]), "no retention"
 
 
 def test_cells_without_rollouts_are_whole_runs_under_names_of_their_own(made, command):
@@ -165,6 +220,8 @@ def test_cells_without_rollouts_are_whole_runs_under_names_of_their_own(made, co
     store = Store("store")
     algorithms = {store.open(row["policy"]).manifest.config["algorithm"] for row in answer["cells"]}
     assert algorithms == {"grpo", "rloo"}
+    notes = {store.open(row["policy"]).manifest.note for row in answer["cells"]}
+    assert len(notes) == 2 and all("cell" in note for note in notes)
     assert {store.open(row["evaluation"]).ref.run for row in answer["cells"]} == {"whole"}
     made.clear()
     assert command(*options)[0] == 0 and made == []
@@ -191,10 +248,25 @@ def test_over_is_read_as_a_recipe_is(folder, monkeypatch, command, capsys):
     none = load("recipe.toml", ["sweep.over={}"])
     sampled = load("recipe.toml", ["sweep.over={}", "sweep.over.generate=[{}]"])
     unknown = load("recipe.toml", ["sweep.over={}", "sweep.over={'optimize.lerning_rate'=[1]}"])
+    twice = load("recipe.toml", ["sweep.over={seed=[1]}", "sweep.num_seeds=2"])
+    fixed = load("recipe.toml", ["sweep.over={seed=[1, 2]}", "optimize.seed=3"])
+    whole = ["sweep.rollouts=null", "sweep.over={}"]
+    shared = [
+        load("recipe.toml", [*whole, f"sweep.over={{{over}}}"])
+        for over in (
+            "'evaluate.k'=[[1]]",
+            "store=['a']",
+            "'policy.model'=['model']",
+            "data=[{held_out={limit=2}}]",
+        )
+    ]
     for wrong, words in (
         (none, "names no key"),
-        (sampled, "does not change saved rollouts"),
+        (sampled, "does not change what is learned"),
         (unknown, "did you mean learning_rate"),
+        (twice, "num_seeds"),
+        (fixed, "change nothing"),
+        *((recipe, "is the same for all cells") for recipe in shared),
     ):
         with pytest.raises(ConfigError, match=words):
             cells_of(wrong)
