@@ -62,7 +62,6 @@ def rerun(
     force: bool = False,
     overrides: Config | None = None,
     into: str | None = None,
-    expired: bool = False,
 ) -> Outcome:
     """Run `stage` with the given references; missing ones are found.
 
@@ -75,7 +74,6 @@ def rerun(
         force: Run it again even if a finished version exists.
         overrides: Config of the stage `override`: which rewards it replaces.
         into: Run of the new policy, if the stage is optimize. Default: the recipe's.
-        expired: References may name versions whose files expired.
 
     Raises:
         LineageError: If a missing reference cannot be found.
@@ -86,7 +84,6 @@ def rerun(
     if stage in ("prompt", "evaluate"):
         recipe.data.require_filled_in()
     store = Store(recipe.store)
-    store = store.with_expired() if expired else store
     refs = _named_versions(recipe.run, store, stage, references)
     optional = (*refs, "rewards") if stage == "prompt" else refs
     for role in [role for role in _SEARCH_ORDER if role in ROLES[stage] and role not in optional]:

@@ -12,8 +12,7 @@ the rollouts, else the base model.
 The versions are ordinary ones, and finished ones are found again. So a sweep that was killed
 continues, and a cell that failed is tried again by the same command. The object
 `RUN/sweeps/NAME.json` in the store names the versions of each cell; NAME is a hash of the recipe.
-It may be deleted, and holds no version back from `quiver gc`: manifests are enough to show it, and
-a cell that it names as measured is not trained again because its files expired.
+It may be deleted, and holds no version back from `quiver gc`: manifests are enough to show it.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ def sweep(recipe: Recipe, num_then: int = 0) -> dict[str, Any]:
     judge = recipe.held_out_resolved()
     try:
         # one block, so that its checks are done once
-        with _calls(recipe, expired=True):
+        with _calls(recipe):
             if rollouts:
                 sampled = {"rollouts": rollouts}
                 [start] = find_refs(recipe, running.store, "optimize", "policy", sampled)
@@ -197,8 +196,7 @@ class _Running:
         before = self._before[part].get(str(cell.number), {}).get("evaluation")
         note = f"sweep {self.record['sweep']}, {cell.name}"
         try:
-            # a policy that was measured need not be trained again because its files expired
-            with _calls(cell.recipe, note=note, expired=before is not None):
+            with _calls(cell.recipe, note=note):
                 policy = train()
             evaluation = measure(judge, policy.ref, 1, baseline=baseline)
             entry |= {"policy": policy.ref, "cached": policy.cached, "evaluation": evaluation.ref}
@@ -277,7 +275,7 @@ def _train(recipe: Recipe, rollouts: Sequence[str], start: str) -> Outcome:
     if rollouts:
         rewards = [rerun(recipe, "reward", {"rollouts": ref}).ref for ref in rollouts]
         refs = {"policy": start, "rollouts": list(rollouts), "rewards": rewards}
-        return rerun(recipe, "optimize", refs, expired=True)
+        return rerun(recipe, "optimize", refs)
     from .post_train import post_train
     from .preflight import preflight
 
@@ -291,7 +289,7 @@ def _continue(recipe: Recipe, store: Store, rollouts: Sequence[str], start: str)
     """Train a cell's policy for the recipe's iterations after the first, on fresh rollouts."""
     from .post_train import Chain
 
-    # It is found; made again if its files expired, and this cell was not continued before.
+    # it is found, or made again if its files expired
     policy = _train(recipe, rollouts, start).ref
     # imported rollouts have no round
     rounds = [store.open(ref).manifest.config.get("round", 0) for ref in rollouts]
