@@ -6,11 +6,13 @@
 The logprobs stage reads the rollouts again under each policy, and under the one that sampled them;
 a second call finds these versions done. The denominators are the engine's logprobs, or the ones
 computed here if the two differ by more than `LARGEST_GAP`. Refused is a policy that learned from
-these rollouts: it would look better than it is. The estimates are not stored.
+these rollouts: it would look better than it is. Refused is also one that cannot read them, such as
+one with other tokens; the other policies still get their estimates. The estimates are not stored.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -48,9 +50,10 @@ def estimate(
     Returns:
         from: reference, rollouts, policy, score and gap of each evaluation
         estimates: for each policy its `estimate`, `interval` and `refused`, and the numbers that
-            decide this: see `offpolicy.estimate`; only `refused` if it learned from the rollouts
+            decide this: see `offpolicy.estimate`. They are None if nothing was computed: it learned
+            from the rollouts, or cannot read them
 
-    Raises LineageError if the evaluations cannot be used, or not together.
+    Raises LineageError if the evaluations cannot be used, or not together, or have too few rows.
     """
     check_places(recipe.placement, recipe.store)
     store = Store(recipe.store)
@@ -61,6 +64,7 @@ def estimate(
     ] or [_of_nearest_ancestor(store, recipe.run, names[0])]
     samplers = [_require_usable(store, sources, source) for source in sources]
     samples = offpolicy.read(store, sources)
+    _require_rows(sources, len(samples.prompts))
 
     def logprobs(policy: str) -> list[Version]:
         """Return logprobs of each evaluation's rollouts under a policy; missing ones are made."""
@@ -94,10 +98,14 @@ def estimate(
     hashes = {rollouts.manifest.content_hash for rollouts in samples.rollouts}
     estimates = []
     for name in names:
-        if _learned_from(store, name, hashes):
-            answer = {"refused": "it was trained on these rollouts", "estimate": None}
-        else:
-            answer = offpolicy.estimate(samples, samples.logprobs(logprobs(name)) - denominators)
+        try:
+            if _learned_from(store, name, hashes):
+                answer = offpolicy.refusal("it was trained on these rollouts")
+            else:
+                weights = samples.logprobs(logprobs(name)) - denominators
+                answer = offpolicy.estimate(samples, weights)
+        except LineageError as error:  # such as other tokens, or an expired policy
+            answer = offpolicy.refusal(f"{error.object}: {error.message}")
         estimates.append({"policy": name, **answer})
     used = [
         {
@@ -147,15 +155,25 @@ def _learned_from(store: Store, policy: str, hashes: Collection[str]) -> bool:
 
 
 def _of_nearest_ancestor(store: Store, run: str, policy: str) -> Version:
-    """Return the run's newest evaluation of the policy's nearest ancestor that has one."""
-    newest: dict[str, Version] = {}
-    for version in store.versions(run, "evaluations"):
+    """Return the run's newest evaluation of the policy's nearest ancestor that has a usable one.
+
+    Raises LineageError if there is none; if all are unusable, it says why the first one is.
+    """
+    newest_first: dict[str, list[Version]] = defaultdict(list)
+    for version in reversed(list(store.versions(run, "evaluations"))):
         if model := version.manifest.model("policy"):
-            newest[model.ref] = version
+            newest_first[model.ref].append(version)
     ancestors = [manifest.ref for manifest in _line(store, policy)][1:]
+    unusable = None
     for ancestor in ancestors:
-        if ancestor in newest:
-            return newest[ancestor]
+        for version in newest_first[ancestor]:
+            try:
+                _require_usable(store, [version], version)
+                return version
+            except LineageError as error:
+                unusable = unusable or error
+    if unusable:
+        raise unusable
     asked = f" --policy {ancestors[0]}" if ancestors else ""
     raise LineageError(
         policy,
@@ -190,6 +208,16 @@ def _require_usable(store: Store, sources: Sequence[Version], source: Version) -
             next="leave one of them out",
         )
     return source.manifest.require_model("policy").ref
+
+
+def _require_rows(sources: Sequence[Version], num_rows: int) -> None:
+    """Raise LineageError if even rows of equal weight would be too few."""
+    if num_rows < offpolicy.FEWEST_ROWS:
+        raise LineageError(
+            " ".join(str(source.ref) for source in sources),
+            f"too few scored rows: {num_rows}, an estimate needs {offpolicy.FEWEST_ROWS}",
+            next="name more evaluations by --from, or evaluate more rows",
+        )
 
 
 def _check_gap(recipe: Recipe, rollouts: Version, gap: float) -> None:

@@ -55,6 +55,10 @@ def ls(
     """
     from quiver.stages.core.store.readable import readable_entries
 
+    chosen = {"--size": size, "--columns": bool(columns), "--differing": differing}
+    given = [name for name, is_given in chosen.items() if is_given]
+    if len(given) > 1:
+        raise ConfigError(" ".join(given), "only one of these can be given", next="leave one out")
     opened = open_store(store)
     if size:
         _say_sizes(opened, run)
@@ -74,7 +78,10 @@ def ls(
         from quiver.flows.look import columns as config_columns
 
         configs = config_columns.configs_of(opened, (ref for ref, _ in whole))
-        names = columns.split(",") if columns else config_columns.differing(configs)
+        if columns:
+            names = [name.strip() for name in columns.split(",")]
+        else:
+            names = config_columns.differing(configs)
         values = config_columns.picked(configs, names)
         by_ref = {str(ref): picked for (ref, _), picked in zip(whole, values, strict=True)}
         rows = [row | {"columns": by_ref.get(row["ref"], {})} for row in rows]

@@ -55,11 +55,18 @@ def picked(configs: Sequence[Leaves], names: Sequence[str]) -> list[Leaves]:
     """Return of each config the values of the named keys that it has.
 
     A name is a whole key, or its end: `learning_rate`, `sampling.temperature`. Raises ConfigError
-    if no config has it.
+    if no config has it, or one has several keys that end so.
     """
     known = {key for config in configs for key in config}
-    ends = {name: tuple(key for key in known if f".{key}".endswith(f".{name}")) for name in names}
+    ends = {
+        name: {name} & known or {key for key in known if key.endswith(f".{name}")} for name in names
+    }
     for name, keys in ends.items():
+        for config in configs:
+            fitting = [key for key in config if key in keys]
+            if len(fitting) > 1:
+                problem = f"several keys end so: {', '.join(map(printable, fitting))}"
+                raise ConfigError(f"--columns {printable(name)}", problem, next="name a whole key")
         if not keys:
             leaves = {key.rpartition(".")[2] for key in known}
             problem = f"no version here has this key{did_you_mean(name, sorted(leaves))}"

@@ -61,7 +61,7 @@ def estimate_lines(answer: Mapping[str, Any], recipe: str) -> list[str]:
             numbers = [f"{each[name]:.2f}" for name in ("kl", "mean_weight", "pareto_k")]
             interval = interval_of(each["interval"])
             rows.append((policy, f"{each['estimate']:.4f}", interval, effective, *numbers))
-        elif "rows" in each:
+        elif each["rows"] is not None:
             command = f"quiver evaluate {recipe} --policy {policy}"
             refused.append(f"{policy}  too far: {each['refused']}; sample instead: `{command}`")
         else:

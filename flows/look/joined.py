@@ -169,11 +169,13 @@ class Joined:
         return rows
 
     def table(self) -> pa.Table:
-        """Return all rollouts as one table, in their order, with the columns of `rows`.
+        """Return all rollouts as one table, in their order.
 
         It holds every column of the rollouts, token ids too, and of the prompts, rewards,
         evaluations and advantages those that are not there yet; null for a rollout without a
-        partner. `tokens` and `prompt` are added. Columns that are in the same order are not copied.
+        partner. `tokens` and `prompt` are added. Unlike in `rows`, `position` and `reference` are
+        absent, and `turns`, `columns` and media are as they are stored. Columns that are in the
+        same order are not copied.
         """
         table = self.rollouts.version.table()
         table = table.append_column("tokens", pc.list_value_length(table["completion_ids"]))

@@ -3,32 +3,38 @@
     as_file(score)      # ~/.cache/quiver/functions/5e0b…/score.py:score
 
 The file holds the function's source and what it uses: imports, other functions of the notebook, and
-plain constants. Its name holds the hash of this text. Not of the spine.
+plain constants. Its name holds the hash of this text. What does not fit is refused: a decorator, an
+object, or one name with two values. Not of the spine.
 """
 
 from __future__ import annotations
+import __future__
 
+import ast
 import dis
 import hashlib
 import inspect
-import os
 import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.core.files import write_bytes
+from quiver.stages.core.user_cache import cache_folder
 
 _PLAIN = (str, int, float, bool, type(None), list, tuple, dict)
+_HOW = "write the function into a file, and name it: my_rewards.py:score"
+_Definitions = dict[str, tuple[Any, str]]
+"""Value and source of each name of the file, in its order."""
 
 
 def as_file(function: Callable[..., Any]) -> str:
     """Return `file.py:function` for a function; one that an importable file defines stays there.
 
-    Raises ConfigError if it has no source, or uses something that a file cannot hold.
+    Raises ConfigError if it has no source, uses something that a file cannot hold, or there is no
+    home folder to write into.
     """
     name = getattr(function, "__name__", "")
     if not isinstance(function, types.FunctionType) or name == "<lambda>":
@@ -40,59 +46,133 @@ def as_file(function: Callable[..., Any]) -> str:
     path = getattr(sys.modules.get(function.__module__), "__file__", None)
     if path and function.__module__ != "__main__" and function.__qualname__ == name:
         return f"{path}:{name}"
-    definitions: dict[str, str] = {}
-    _define(function, definitions)
-    text = "\n\n".join(definitions.values())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    folder = cache / "quiver" / "functions" / hashlib.sha256(text.encode()).hexdigest()
-    file = folder / f"{name}.py"
+    definitions: _Definitions = {}
+    _define_function(function, definitions)
+    # annotations are not evaluated, so what they name is not needed
+    parts = ["from __future__ import annotations", *(source for _, source in definitions.values())]
+    text = "\n\n".join(parts)
+    try:
+        exec(compile(text, f"{name}.py", "exec"), {"__name__": name})
+    except Exception as error:
+        raise _refused(function, f"its file cannot be imported: {error!r}") from error
+    cache = cache_folder("functions")
+    if cache is None:
+        raise ConfigError(f"function {name}", "there is no home folder for its file", next=_HOW)
+    file = cache / hashlib.sha256(text.encode()).hexdigest() / f"{name}.py"
     if not file.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(file, text.encode())
     return f"{file}:{name}"
 
 
-def _define(function: types.FunctionType, definitions: dict[str, str]) -> None:
-    """Add the source of a function to `definitions`, after what it uses, by name."""
-    definitions[function.__name__] = ""  # it may call itself
+def _define(
+    name: str, used: Any, definitions: _Definitions, user: types.FunctionType, attributes: set[str]
+) -> None:
+    """Add what a function uses under a name to `definitions`.
+
+    Args:
+        name: The name.
+        used: Its value.
+        definitions: What is defined so far.
+        user: The function, of the notebook.
+        attributes: Names of the attributes that it reads, which may be submodules.
+    Raises ConfigError if a file cannot hold it.
+    """
+    if name in definitions:
+        before, _ = definitions[name]
+        # functions of one source may differ in their closures; their repr does too
+        if before is not used and repr(before) != repr(used):
+            raise _refused(user, f"needs two values of {printable(name)}")
+    elif isinstance(used, types.FunctionType) and used.__module__ == user.__module__:
+        own_name = used.__name__
+        if own_name == name:
+            _define_function(used, definitions)
+        else:
+            _define(own_name, used, definitions, user, attributes)
+            definitions[name] = (used, f"{name} = {own_name}")
+    elif text := _import_of(name, used, user, attributes) or _constant(name, used):
+        definitions[name] = (used, text)
+    else:
+        problem = f"uses {printable(name)}, a {type(used).__name__}, which a file cannot hold"
+        raise _refused(user, problem)
+
+
+def _define_function(function: types.FunctionType, definitions: _Definitions) -> None:
+    """Add a function of the notebook to `definitions`, after what it uses."""
+    own_name = function.__name__
+    source = _source_of(function)
+    definitions[own_name] = (function, source)  # it may call itself
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     known = function.__globals__ | {name: cell.cell_contents for name, cell in cells}
-    for name in (*function.__code__.co_freevars, *_globals_in(function.__code__)):
-        if name not in known or name in definitions:
-            continue
-        used = known[name]
-        origin = getattr(used, "__module__", None)
-        if isinstance(used, types.ModuleType):
-            definitions[name] = f"import {used.__name__} as {name}"
-        elif isinstance(used, types.FunctionType) and origin == function.__module__:
-            _define(used, definitions)
-        elif origin not in (None, function.__module__) and hasattr(used, "__name__"):
-            definitions[name] = f"from {origin} import {used.__name__} as {name}"
-        elif isinstance(used, _PLAIN):
-            definitions[name] = f"{name} = {used!r}"
-        else:
-            raise ConfigError(
-                f"function {function.__name__}",
-                f"uses {printable(name)}, a {type(used).__name__}, which a file cannot hold",
-                next="make it inside the function, or write the function into a file",
-            )
+    flags = __future__.annotations.compiler_flag
+    code = compile(source, f"{own_name}.py", "exec", flags=flags, dont_inherit=True)
+    attributes = set(_read_by(code, ("LOAD_ATTR", "LOAD_METHOD")))
+    # LOAD_NAME reads the names in defaults
+    for name in dict.fromkeys(_read_by(code, ("LOAD_NAME", "LOAD_GLOBAL"))):
+        if name in known and not name.startswith("__"):
+            _define(name, known[name], definitions, function, attributes)
+    definitions[own_name] = definitions.pop(own_name)
+
+
+def _source_of(function: types.FunctionType) -> str:
+    """Return the source of a function. Raises ConfigError unless it is one def without decorators:
+    the source of a decorated function may be another one's."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
-    except OSError:
-        raise ConfigError(
-            f"function {function.__name__}",
-            "its source cannot be read",
-            next="write it into a file, and name it: my_rewards.py:score",
-        ) from None
-    definitions.pop(function.__name__)  # after what it uses
-    definitions[function.__name__] = source
+        (definition,) = ast.parse(source).body
+    except (OSError, SyntaxError, ValueError):
+        raise _refused(function, "its source cannot be read") from None
+    is_def = isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef)
+    if not is_def or definition.name != function.__name__:
+        raise _refused(function, "its source is not a def of this name")
+    if definition.decorator_list:
+        raise _refused(function, "has a decorator")
+    return source
 
 
-def _globals_in(code: types.CodeType) -> Iterator[str]:
-    """Yield the global names that a function's code, and code inside it, reads."""
+def _read_by(code: types.CodeType, operations: tuple[str, ...]) -> Iterator[str]:
+    """Yield the names that code, and code inside it, reads by some operations."""
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL":
+        if instruction.opname in operations:
             yield instruction.argval
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            yield from _globals_in(inner)
+            yield from _read_by(inner, operations)
+
+
+def _import_of(name: str, used: Any, user: types.FunctionType, attributes: set[str]) -> str:
+    """Return the import of a module, with its submodules among `attributes`, or of an object of a
+    module; empty if it is neither."""
+    if isinstance(used, types.ModuleType):
+        lines = [f"import {used.__name__} as {name}"]
+        return "\n".join([*lines, *_submodules(used.__name__, attributes)])
+    module = getattr(used, "__module__", None)
+    own_name = getattr(used, "__name__", None)
+    if not isinstance(module, str) or not isinstance(own_name, str):
+        return ""
+    if module in ("__main__", user.__module__):  # no process can import the notebook
+        return ""
+    if getattr(sys.modules.get(module), own_name, None) is not used:
+        return ""
+    return f"from {module} import {own_name} as {name}"
+
+
+def _submodules(module: str, attributes: set[str]) -> Iterator[str]:
+    """Yield the imports of the loaded submodules: `import scipy` alone may lack `scipy.stats`."""
+    for inner in sorted(f"{module}.{attribute}" for attribute in attributes):
+        if inner in sys.modules:
+            yield f"import {inner}"
+            yield from _submodules(inner, attributes)
+
+
+def _constant(name: str, used: Any) -> str:
+    """Return the assignment of a plain constant; empty if its repr is not its source."""
+    try:
+        is_plain = isinstance(used, _PLAIN) and bool(ast.literal_eval(repr(used)) == used)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return ""
+    return f"{name} = {used!r}" if is_plain else ""
+
+
+def _refused(function: types.FunctionType, problem: str) -> ConfigError:
+    return ConfigError(f"function {function.__name__}", problem, next=_HOW)

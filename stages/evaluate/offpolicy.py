@@ -27,14 +27,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas import fields, rewards
-from quiver.schemas.errors import LineageError
+from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.core.lineage import open_input, prompts_of
 from quiver.stages.core.store import Store, Version
 
-from .statistics import effective_rows, pareto_k, score_interval, self_normalized
+from .statistics import (
+    CONFIDENCE,
+    Interval,
+    effective_rows,
+    pareto_k,
+    score_interval,
+    self_normalized,
+    student_quantile,
+)
 
 FEWEST_ROWS = 100
-"""Fewest effective rows of an estimate."""
+"""Fewest effective rows of an estimate, so also fewest rows."""
 LARGEST_K = 0.7
 """Largest Pareto k̂ of an estimate."""
 MEAN_WEIGHT = (0.05, 3.0)
@@ -108,7 +116,7 @@ class Samples:
 
 def read(store: Store, evaluations: Sequence[Version]) -> Samples:
     """Read the rows of evaluations that have a score. Raises LineageError if their prompts
-    differ."""
+    differ, and ConfigError if two are of the same rollouts, whose rows would count twice."""
     prompts = [prompts_of(store, evaluation) for evaluation in evaluations]
     for evaluation, other in zip(evaluations, prompts, strict=True):
         if other.manifest.content_hash != prompts[0].manifest.content_hash:
@@ -118,6 +126,15 @@ def read(store: Store, evaluations: Sequence[Version]) -> Samples:
                 next="name evaluations on the same prompts",
             )
     rollouts = [open_input(store, evaluation, "rollouts") for evaluation in evaluations]
+    by_content: dict[str, Version] = {}
+    for evaluation, sampled in zip(evaluations, rollouts, strict=True):
+        equal = by_content.setdefault(sampled.manifest.content_hash, evaluation)
+        if equal is not evaluation:
+            raise ConfigError(
+                str(evaluation.ref),
+                f"is of the same rollouts as {equal.ref}",
+                next="name one evaluation of each rollouts",
+            )
     tables = [evaluation.table() for evaluation in evaluations]
     tables = [table.filter(table["score"].is_valid()) for table in tables]
     ids = [table["rollout_id"].combine_chunks() for table in tables]
@@ -126,7 +143,7 @@ def read(store: Store, evaluations: Sequence[Version]) -> Samples:
         for evaluation, table, sampled in zip(evaluations, tables, rollouts, strict=True)
         for row in _turns(store, evaluation, table, sampled)
     ]
-    num_turns = max(len(earned) for earned, _ in rows)
+    num_turns = max((len(earned) for earned, _ in rows), default=1)
     scores = np.zeros((len(rows), num_turns))
     ends = np.zeros((len(rows), num_turns), np.int64)
     for row, (earned, lengths) in enumerate(rows):
@@ -171,6 +188,21 @@ def _turns(
     return rows
 
 
+def refusal(reason: str) -> dict[str, Any]:
+    """Return the answer of `estimate` for a policy of which nothing was computed."""
+    return {
+        "estimate": None,
+        "interval": None,
+        "refused": reason,
+        "rows": None,
+        "n": None,
+        "effective_rows": None,
+        "kl": None,
+        "mean_weight": None,
+        "pareto_k": None,
+    }
+
+
 def estimate(samples: Samples, log_weights: np.ndarray) -> dict[str, Any]:
     """Estimate the mean score of a policy, or refuse to.
 
@@ -202,13 +234,13 @@ def estimate(samples: Samples, log_weights: np.ndarray) -> dict[str, Any]:
         refused = f"{num_effective:.0f} of {len(whole)} effective rows, k̂ {k:.2f}"
     elif off > max(MEAN_WEIGHT[0], MEAN_WEIGHT[1] * chance):
         refused = f"the mean weight is {mean_weight:.2g}, expected 1"
-    answer = {"estimate": None, "interval": None, "refused": refused}
+    score = interval = None
     if refused is None:
-        score, stderr = self_normalized(log_weights, samples.scores, samples.prompts)
-        interval = score_interval(score, stderr, n, samples.row_scores, num_effective)
-        answer |= {"estimate": score, "interval": interval}
+        score, interval = _score(samples, log_weights, n, num_effective)
     return {
-        **answer,
+        "estimate": score,
+        "interval": interval,
+        "refused": refused,
         "rows": len(whole),
         "n": n,
         "effective_rows": num_effective,
@@ -216,3 +248,24 @@ def estimate(samples: Samples, log_weights: np.ndarray) -> dict[str, Any]:
         "mean_weight": mean_weight,
         "pareto_k": k,
     }
+
+
+def _score(
+    samples: Samples, log_weights: np.ndarray, n: int, num_effective: float
+) -> tuple[float, Interval | None]:
+    """Return the estimate and its interval.
+
+    A sum over several turns may leave [0, 1] although every row is inside. So it is moved back, and
+    has Student's interval around it, cut to [0, 1].
+    """
+    score, stderr = self_normalized(log_weights, samples.scores, samples.prompts)
+    scores = samples.row_scores
+    if scores.min() >= 0 and scores.max() <= 1:
+        lowest, highest = 0.0, 1.0
+    else:
+        lowest, highest = -math.inf, math.inf
+    score = min(max(score, lowest), highest)
+    if samples.scores.shape[1] == 1 or stderr == 0:
+        return score, score_interval(score, stderr, n, scores, num_effective)
+    half = student_quantile((1 + CONFIDENCE) / 2, n - 1) * stderr
+    return score, (max(score - half, lowest), min(score + half, highest))

@@ -79,9 +79,12 @@ def score_interval(
 
         m = p (1 − p) / stderr²        (p + t²/2m ± t √(p (1 − p) / m + t²/4m²)) / (1 + t²/m)
 
-    with Student's t for n − 1 degrees of freedom. If all scores are 0 or 1, m is larger by
-    n / (n − 1), at most `rows`, and n if all scores are equal. With one such row a prompt, m = n
-    and the quantile is normal: Wilson's own interval. Other scores get score ± t · stderr.
+    with Student's t for n − 1 degrees of freedom. For scores that are all 0 or 1:
+
+        m = p (1 − p) / stderr² · n / (n − 1), or n if `stderr` is 0; but never more than `rows`
+
+    With exactly one row a prompt, m equals n, and the normal quantile
+    replaces t: this is Wilson's own interval. Scores outside of [0, 1] get score ± t · stderr.
 
     Args:
         score: The mean, weighted or not.
@@ -175,7 +178,8 @@ def paired_p_value(differences: Sequence[float], step: float = 0.0) -> float:
     mean, stderr, degrees = _paired(differences, step)
     if stderr < 1e-9 * abs(mean):
         return 2.0 ** (1 - len(differences))
-    return 2 * (1 - student_cdf(abs(mean) / stderr, degrees))
+    tail = student_cdf(-abs(mean) / stderr, degrees)
+    return 2 * max(0.0, tail)  # rounding may put the smallest tails below 0
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -17,6 +17,8 @@ from quiver.schemas import rewards, rollouts
 from quiver.schemas.errors import LineageError
 from quiver.stages.core.config import Config
 from quiver.stages.core.run import runner
+from quiver.stages.core.store import marks
+from quiver.stages.core.store.listing import EXPIRED
 from quiver.stages.model.checkpoints import PolicyConfig, model_entry
 from quiver.stages.model.loading import load_model
 from tests.stages.evaluate.held import ask, evaluate, write
@@ -25,6 +27,10 @@ from tests.writing import begin, run_here
 
 PROMPTS = [[5 + number, 40, 7 * number + 3] for number in range(8)]
 SAMPLES = 48
+
+
+class Sampled(Config):
+    sampling: dict[str, int] = {}
 
 
 def nudged(store, folder, run, size):
@@ -94,12 +100,18 @@ def sampled_by(store, policy, run, seed, prompts=None):
             }
         )
     asked = prompts or ask(store, {str(number): f"{number}?" for number in range(8)}, "tiny.eval")
+    return evaluation_of(store, policy, rows, asked), rows, asked
+
+
+def evaluation_of(store, policy, rows, asked, config=None):
+    """The evaluation of rows, sampled by a policy with a config."""
     table = pa.Table.from_pylist(rows, schema=rollouts.SCHEMA)
-    models = (model_entry("policy", policy),)
-    sampled = write(store, "rollouts", table, "tiny.eval", inputs={"prompts": asked}, models=models)
+    about = {"inputs": {"prompts": asked}, "models": (model_entry("policy", policy),)}
+    config = config or Sampled()
+    sampled = write(store, "rollouts", table, "tiny.eval", config=config, **about)
     table = pa.Table.from_pylist(rows, schema=rewards.schema_for(["even"]))
     paid = write(store, "rewards", table, "tiny.eval", inputs={"rollouts": sampled})
-    return evaluate(store, (sampled, paid), into="tiny"), rows, asked
+    return evaluate(store, (sampled, paid), into="tiny")
 
 
 def estimated(store, policies, *evaluations):
@@ -173,18 +185,24 @@ def refused_pairs(store, policy, rows, asked, evaluation):
     with begin(store, "tiny", "policy", inputs=inputs, **about) as work:
         shutil.copytree(policy.files.folder, work.folder, dirs_exist_ok=True)
         trained = work.commit()
+    cut = evaluation_of(store, policy, rows[:-1], asked, Sampled(sampling={"top_k": 5}))
     answer, _ = estimated(store, [str(trained.ref)])
     assert answer["from"][0]["evaluation"] == str(evaluation.ref), "of its nearest ancestor"
+    with pytest.raises(LineageError, match="were sampled with top_k = 5"):
+        estimated(store, [str(trained.ref)], str(cut.ref))
+    few = evaluation_of(store, policy, rows[:64], asked)
+    with pytest.raises(LineageError, match="too few scored rows: 64, an estimate needs 100"):
+        estimated(store, ["policy@0"], str(few.ref))
+    marks.write(store.storage, store.resolve("near/policy@0"), EXPIRED, "gc")
+    answer, _ = estimated(store, ["near/policy@0", "policy@0"], str(evaluation.ref))
+    gone, kept = answer["estimates"]
+    assert "near/policy@0" in gone["refused"] and kept["estimate"] is not None
+    assert gone.keys() == kept.keys()
     assert answer["estimates"][0]["refused"] == "it was trained on these rollouts"
     with pytest.raises(LineageError, match="no evaluation of a policy that it was trained from"):
         estimated(store, ["far/policy@0"])
     for row in rows:
         row["old_logprobs"] = [-1.0] * len(row["completion_ids"])
-    table = pa.Table.from_pylist(rows, schema=rollouts.SCHEMA)
-    about = {"inputs": {"prompts": asked}, "models": (model_entry("policy", policy),)}
-    sampled = write(store, "rollouts", table, "tiny.eval", **about)
-    table = pa.Table.from_pylist(rows, schema=rewards.schema_for(["even"]))
-    paid = write(store, "rewards", table, "tiny.eval", inputs={"rollouts": sampled})
-    other = evaluate(store, (sampled, paid), into="tiny")
+    other = evaluation_of(store, policy, rows, asked)
     with pytest.raises(LineageError, match="the engine's logprobs differ"):
         estimated(store, ["policy@0"], str(other.ref))

@@ -11,6 +11,7 @@ import pytest
 
 from quiver.flows.cli import versions
 from quiver.flows.cli.compare import diff
+from quiver.flows.look.columns import picked
 from quiver.flows.look.describe import listed, score_line
 from quiver.flows.look.episodes import pieces_of
 from quiver.flows.look.lineage import origin_of
@@ -278,14 +279,24 @@ def test_a_note_is_kept_and_shown_and_decides_nothing(noted, capsys, in_json):
         run_here("reward", {}, noted, rollouts="bench/rollouts@1", note="x" * 1001)
 
 
+def test_ls_refuses_a_column_that_may_be_several_keys():
+    weights = {"reward.functions.0.weight": 1.0, "reward.functions.1.weight": 2.0}
+    with pytest.raises(ConfigError, match=r"functions\.0\.weight, reward\.functions\.1\.weight"):
+        picked([{}, weights], ["weight"])
+    whole = {"optimize.seed": 1, "other.optimize.seed": 2}
+    assert picked([whole], ["optimize.seed"]) == [{"optimize.seed": 1}], "a whole key is meant"
+
+
 def test_ls_shows_the_keys_that_differ_and_those_that_are_named(noted, in_json):
     answer = in_json(versions.ls, store=noted.url, differing=True)["versions"]
     clips = [row["columns"] for row in answer if "rewards" in row["ref"]]
     assert clips == [{"reward.reward_clip": [0.0, 1.0]}, {"reward.reward_clip": [0.0, 0.5]}]
-    named = in_json(versions.ls, store=noted.url, columns="functions.0.use,rows")["versions"]
+    named = in_json(versions.ls, store=noted.url, columns="functions.0.use, rows")["versions"]
     assert [row["columns"].get("functions.0.use") for row in named] == [
         None,
         None,
         "repetition",
         "repetition",
     ]
+    with pytest.raises(ConfigError, match="only one of these can be given"):
+        versions.ls(store=noted.url, columns="rows", differing=True)

@@ -7,8 +7,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from quiver.schemas.errors import ConfigError
 from quiver.stages.core.lineage import prompts_of
 from quiver.stages.evaluate.offpolicy import Samples, estimate, read
+from quiver.stages.evaluate.statistics import self_normalized
 from tests import episodes
 from tests.stages.evaluate.held import ask, evaluate
 
@@ -110,6 +112,22 @@ def test_a_policy_whose_answers_were_never_sampled_is_refused():
     )
 
 
+def test_turns_that_add_up_to_more_than_any_row_stay_in_range():
+    """The first turn pays in rows of little weight later on, and the second in the others."""
+    first = np.tile([1.0, 1.0, 0.0, 0.0], 100)
+    scores = np.stack([first, 1 - first], axis=1)
+    later = np.log(np.where(first, 0.4, 1.6))
+    log_weights = np.stack([np.zeros(400), later], axis=1)
+    draw = np.random.default_rng(8)
+    prompts = np.repeat(np.arange(100), 4)
+    log_weights[:, 1] += 0.1 * draw.normal(size=400)
+    samples = Samples([], [], prompts, scores, np.zeros((400, 2), int))
+    answer = estimate(samples, log_weights)
+    assert self_normalized(log_weights, scores, prompts)[0] > 1.2
+    low, high = answer["interval"]
+    assert answer["refused"] is None and answer["estimate"] == high == 1 and 0.9 < low < 1
+
+
 def test_a_heavy_tail_of_weights_is_refused():
     uniform = np.random.default_rng(6).uniform(size=(500, 8))
     answer = of(-0.9 * np.log(uniform) - math.log(10), np.zeros((500, 8)))  # mean 1, no variance
@@ -157,6 +175,8 @@ def test_turns_earn_by_the_logprobs_up_to_them(store, policy):
     assert samples.scores.tolist() == [[0.25, 0.5], [1.0, 0.0], [0.0, 0.0]]
     found = samples.logprobs([sampled], "old_logprobs")
     assert found.tolist() == [[-21.0, -33.0], [-33.0, -33.0], [-33.0, -33.0]]
+    with pytest.raises(ConfigError, match=f"of the same rollouts as {evaluation.ref}"):
+        read(store, [evaluation, evaluate(store, (sampled, paid), score="f")])
     by_part = read(store, [evaluate(store, (sampled, paid), score="f")])
     assert by_part.scores.tolist() == [[0.75], [1.0], [0.0]], "a part has no rewards of turns"
     assert prompts_of(store, evaluation).ref == asked.ref

@@ -136,6 +136,8 @@ def test_the_p_value_belongs_to_the_interval():
     assert paired_p_value([0.1] * 6) == 1 / 32, "of the 64 patterns of signs, two are as extreme"
     assert paired_p_value([0.0, 0.0]) == paired_p_value([1.0]) == 1
     assert paired_interval([1.0]) is None
+    tiny = [paired_p_value([1.0, 1.0 + 10.0**-power, 1.0] * 4) for power in range(1, 9)]
+    assert min(tiny) >= 0 and tiny == sorted(tiny, reverse=True)
 
 
 def test_holms_correction_is_the_closed_test_of_bonferroni():

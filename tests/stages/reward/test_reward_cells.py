@@ -1,12 +1,15 @@
 """Rewards by functions of a notebook: their source is a file, and its hash decides."""
 
 import linecache
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import quiver
 from quiver.schemas.errors import ConfigError
+from quiver.stages.core.from_cell import as_file
 from quiver.stages.reward.config import Config
 from tests import episodes
 from tests.writing import run_here
@@ -70,6 +73,90 @@ def test_what_no_file_can_hold_is_refused(in_cell):
     ):
         with pytest.raises((ConfigError, ValueError), match=problem):
             Config(functions=[function])
+
+
+USES = """
+import collections.abc
+from collections import Counter
+from collections.abc import Sequence
+import functools
+
+LIMIT = 3
+COUNT = Counter("aab")
+ENDLESS = float("inf")
+text = object()
+
+def helper(text):
+    return text.strip()
+
+norm = helper
+
+def score(completions: Sequence[text], k=LIMIT, **_):
+    is_list = isinstance(completions, collections.abc.Sequence)
+    return [float(len(norm(text)) + k + is_list) for text in completions]
+
+def made(limit):
+    def inner(text):
+        return len(text) > limit
+    return inner
+
+short, long = made(3), made(5)
+limit = 7
+inner = made(limit)
+
+def both(completions, **_):
+    return [short(text) + long(text) for text in completions]
+
+def mixed(completions, **_):
+    return [limit * inner(text) for text in completions]
+
+def other(completions, **_):
+    return [limit * norm(text) * short(text) for text in completions]
+
+def counted(completions, **_):
+    return [COUNT[text] for text in completions]
+
+def endless(completions, **_):
+    return [ENDLESS for text in completions]
+
+def with_wrapper(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+    return wrapper
+
+@with_wrapper
+def wrapped(completions, **_):
+    return [0.0 for _ in completions]
+"""
+
+
+def test_a_file_of_a_cell_works_in_another_process(in_cell):
+    """With annotations, defaults, an alias, and a submodule; local names are no globals."""
+    path, _, name = as_file(in_cell(USES)["score"]).rpartition(":")
+    program = f"import runpy; print(runpy.run_path({path!r})[{name!r}]([' ab ', '']))"
+    printed = subprocess.check_output([sys.executable, "-c", program], text=True)
+    assert printed.strip() == "[6.0, 4.0]"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("both", "two values of inner"),
+        ("other", "two values of limit"),
+        ("counted", "uses COUNT, a Counter"),
+        ("endless", "uses ENDLESS, a float"),
+        ("wrapped", "has a decorator"),
+    ],
+)
+def test_a_cell_whose_file_would_score_otherwise_is_refused(in_cell, name, problem):
+    with pytest.raises(ConfigError, match=problem) as caught:
+        as_file(in_cell(USES)[name])
+    assert "write the function into a file" in str(caught.value)
+
+
+def test_equal_values_of_one_name_are_one(in_cell):
+    assert as_file(in_cell(USES)["mixed"])
 
 
 def test_a_function_of_a_module_is_named_there():
