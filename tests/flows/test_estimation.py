@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from pydantic import Field
 from safetensors.torch import load_file, save_file
 
 from quiver.flows.calls import calls_of
@@ -30,7 +31,7 @@ SAMPLES = 48
 
 
 class Sampled(Config):
-    sampling: dict[str, int] = {}
+    sampling: dict[str, int] = Field(default_factory=dict)
 
 
 def nudged(store, folder, run, size):

@@ -182,7 +182,7 @@ def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, comman
     assert command(*options)[0] == 0 and made == []
 
 
-def test_rollouts_of_several_policies_train_the_newest_and_equal_cells_continue_once(made, command):
+def test_rollouts_of_several_policies_train_the_newest_and_a_setting_continues_once(made, command):
     recipe, store = load("recipe.toml"), Store("store")
     asked = {"prompts": "tiny/prompts@1", "policy": "tiny/policy@1"}
     run_here("generate", recipe.generate_config(2), store, into="tiny", **asked)
@@ -196,10 +196,7 @@ def test_rollouts_of_several_policies_train_the_newest_and_equal_cells_continue_
     trained = {store.version(parse(row["policy"])).manifest.input("policy").ref
                for row in answer["cells"]}  # fmt: skip
     assert trained == {tested} == {"tiny/policy@1"}
-    assert len({row["weights"] for row in answer["cells"]}) == 1 and len(answer["then"]) == 1
-    record = {**answer, **{part: {str(row["cell"]): row for row in answer[part]}
-                           for part in ("cells", "then")}}  # fmt: skip
-    assert any("cells 1, 2 have the same weights" in line for line in sweep_lines(store, record))
+    assert len(answer["then"]) == 1, "another seed is no other setting"
     assert all(store.exists(parse(row["policy"])) for row in answer["cells"]), "no retention"
 
 
