@@ -39,7 +39,7 @@ def test_each_kind_names_its_schemas_and_passes_a_good_table():
     kinds = (advantages, evaluations, logprobs, prompts, rewards, rollouts, updates)
     names = {module.__name__.rpartition(".")[2]: list(module.SCHEMAS) for module in kinds}
     assert set(names) == set(refs.KINDS) - {"policy"}
-    count = {"prompts": 2, "rewards": 2, "rollouts": 3}
+    count = {"prompts": 2, "rewards": 2, "rollouts": 4}
     for kind, schemas in names.items():
         assert schemas == [f"{kind}/{number + 1}" for number in range(count.get(kind, 1))]
     for module in kinds:
