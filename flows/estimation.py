@@ -57,7 +57,8 @@ def estimate(
     """
     check_places(recipe.placement, recipe.store)
     store = Store(recipe.store)
-    names = [_resolve(store, recipe.run, policy, "policy") for policy in policies]
+    with_expired = store.with_expired()  # such a policy is refused below, beside the others
+    names = [_resolve(with_expired, recipe.run, policy, "policy") for policy in policies]
     sources = [
         store.open(_resolve(store, recipe.run, evaluation, "evaluations"))
         for evaluation in evaluations

@@ -189,6 +189,7 @@ def refused_pairs(store, policy, rows, asked, evaluation):
     cut = evaluation_of(store, policy, rows[:-1], asked, Sampled(sampling={"top_k": 5}))
     answer, _ = estimated(store, [str(trained.ref)])
     assert answer["from"][0]["evaluation"] == str(evaluation.ref), "of its nearest ancestor"
+    assert answer["estimates"][0]["refused"] == "it was trained on these rollouts"
     with pytest.raises(LineageError, match="were sampled with top_k = 5"):
         estimated(store, [str(trained.ref)], str(cut.ref))
     few = evaluation_of(store, policy, rows[:64], asked)
@@ -199,7 +200,6 @@ def refused_pairs(store, policy, rows, asked, evaluation):
     gone, kept = answer["estimates"]
     assert "near/policy@0" in gone["refused"] and kept["estimate"] is not None
     assert gone.keys() == kept.keys()
-    assert answer["estimates"][0]["refused"] == "it was trained on these rollouts"
     with pytest.raises(LineageError, match="no evaluation of a policy that it was trained from"):
         estimated(store, ["far/policy@0"])
     for row in rows:
