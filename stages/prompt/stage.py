@@ -116,8 +116,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             log.info("prompts: shard %d of %d", index + 1, len(shards))
         columns = ["group_id", "messages", "prompt_ids"]
         prompts = pa.concat_tables(writer.read(i).select(columns) for i in range(len(shards)))
-        # how the template begins and ends an answer; goes into the manifest
-        of_assistant = renderer.of_assistant(prompts["messages"])
+        of_assistant = renderer.of_assistant(prompts["messages"])  # how an answer begins and ends
     rendered_ids = set(prompts["group_id"].to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]
     if not prompts.num_rows:
