@@ -57,8 +57,7 @@ def estimate(
     """
     check_places(recipe.placement, recipe.store)
     store = Store(recipe.store)
-    with_expired = store.with_expired()  # such a policy is refused below, beside the others
-    names = [_resolve(with_expired, recipe.run, policy, "policy") for policy in policies]
+    names = [_resolve(store, recipe.run, policy, "policy") for policy in policies]
     sources = [
         store.open(_resolve(store, recipe.run, evaluation, "evaluations"))
         for evaluation in evaluations
@@ -129,6 +128,8 @@ def _resolve(store: Store, run: str, name: str, kind: str) -> str:
     ref = parse(name, run)
     if ref.kind != kind:
         raise ConfigError(name, f"expected a version of {kind}", next=f"quiver ls {ref.run}")
+    if kind == "policy" and isinstance(ref.version, int):
+        store = store.with_expired()  # an expired policy is refused beside the others, not for all
     return str(store.resolve(ref))
 
 

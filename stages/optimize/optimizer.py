@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.plain import read_json
 from quiver.stages.core.files import write_bytes
 from quiver.stages.core.store import Version
@@ -192,13 +192,14 @@ def load_optimizer_state(
         if key == "updates" or kind.endswith(_SCALE):
             continue
         parameter = parameters.get(name)
-        is_known = kind in (*_IS_SIGNED, _REST)
-        if parameter is None or saved.shape != parameter.shape or not is_known:
-            raise ConfigError(
-                "optimizer state",
-                f"{name} is missing or of another shape",
-                next="set optimize.load_optimizer = false",
-            )
+        problem = ""
+        if kind not in (*_IS_SIGNED, _REST):
+            problem = f"{printable(key)} is of an unknown kind"
+        elif parameter is None or saved.shape != parameter.shape:
+            problem = f"{name} is missing or of another shape"
+        if problem:
+            advice = "set optimize.load_optimizer = false"
+            raise ConfigError("optimizer state", problem, next=advice)
         if kind == _REST:
             if parameter.dtype == torch.float32:
                 local(parameter.detach()).view(torch.int32).add_(local(like(saved, parameter)))

@@ -24,31 +24,34 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from quiver.schemas.errors import NumericError
-from quiver.stages.model import memory
-from quiver.stages.model.devices import total_bytes
 from quiver.stages.model.folder import says_no_memory
 from quiver.stages.model.forward.layout import Layout, Sequences
 from quiver.stages.model.forward.packing import Piece, minibatches
 from quiver.stages.model.forward.policy import Outputs, Policy, compute_outputs
-from quiver.stages.model.forward.precision import choose_precision, narrow
+from quiver.stages.model.forward.precision import choose_precision
 from quiver.stages.model.forward.verify import choose_kernel, choose_mode
 
 from . import critic, terms
 from .algorithms import Algorithm
 from .audit import audit
 from .batch import Batch, StepColumns, TokenColumns
+from .budget import choose_budget, narrow_for
 from .config import Config
 from .critic import ValueHead, with_trunk
-from .lora import narrow_frozen
 from .objective import NUM_SUMS, Objective
-from .optimizer import SavedState, is_sharded, learning_rate, make_optimizer, total_norm
+from .optimizer import (
+    SavedState,
+    learning_rate,
+    make_optimizer,
+    total_norm,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -129,35 +132,6 @@ class Trainer(SavedState):
         self.kl_coef = config.kl_coef
         """KL coefficient of the next step, in the reward too; see terms.py."""
 
-    def choose_budget(self) -> tuple[int, bool]:
-        """Return the tokens of a micro-batch, and whether layers are recomputed; equal on every
-        rank."""
-        config = self.config
-        model = self.model
-        passed, longest = self.batch.sequences.sizes(self.batch.prompt_numbers)
-        shape = cache(partial(memory.shape_of, model.config))
-
-        def bytes_of(tokens: int, recomputes: bool) -> dict[str, float]:
-            return memory.training(
-                shape(),
-                max(min(tokens, passed / config.minibatches), longest),
-                on_gpu=True,
-                precision=self.precision,
-                lora_rank=config.lora.rank if config.lora else None,
-                has_critic=self.policy.value_trunk is not None,
-                recomputes=recomputes,
-                ranks=self.accelerator.num_processes if config.shard else 1,
-                is_8bit=config.optimizer == "adamw_8bit",
-                moments_on_host=config.moments_on_host,
-            )
-
-        recomputes = config.activation_checkpointing
-        if recomputes is None and not model.supports_gradient_checkpointing:
-            recomputes = False
-        device = self.accelerator.device
-        of_ranks = self.accelerator.gather(torch.tensor([total_bytes(device)], device=device))
-        return memory.choose_budget(bytes_of, int(of_ranks.min()), config.token_budget, recomputes)
-
     def _prepare_model(self, value_trunk: nn.Module | None) -> None:
         """Prepare critic, token budget, packing, dtypes, attention kernel and optimizer. Each needs
         the ones before it."""
@@ -178,7 +152,14 @@ class Trainer(SavedState):
             value_head=value_head,
             value_trunk=value_trunk,
         )
-        self.budget, self.recomputes = self.choose_budget()
+        self.budget, self.recomputes = choose_budget(
+            config,
+            self.model,
+            self.batch,
+            self.precision,
+            self.accelerator,
+            has_critic=value_trunk is not None,
+        )
         self.halvings = 0
         """How often memory ran out and halved the budget."""
         if self.recomputes:
@@ -190,7 +171,7 @@ class Trainer(SavedState):
             self.mode = choose_mode(
                 self.policy, sequences, self.batch.prompt_numbers, config.packing
             )
-        self._narrow()
+        narrow_for(config, self.precision, self.policy)
         self.policy.entropy_gradient = self.objective.has_entropy_bonus
         self.policy.fuse()  # after every change that moves weights in memory
         self.kernel = None
@@ -208,19 +189,6 @@ class Trainer(SavedState):
         ]
         """Parameters whose gradients are clipped by one norm; a critic with its own trunk is the
         last group."""
-
-    def _narrow(self) -> None:
-        """Round weights to bfloat16, and let gradients be bfloat16, where the config says so."""
-        if self.precision == "bf16_stochastic":
-            narrow(self.model)
-        if self.config.lora and self.precision == "bf16":
-            narrow_frozen(self.model)
-        if self.config.optimizer == "adamw_8bit":
-            self.policy.keeps_casts = False
-            for parameter in self.policy.parameters():
-                # ranks that shard weights sum the parts of a gradient in float32
-                if parameter.requires_grad and parameter.ndim > 1 and not is_sharded(parameter):
-                    parameter.grad_dtype = torch.bfloat16
 
     # -- the loop
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from quiver.schemas.errors import ConfigError
 from quiver.stages.model.forward.precision import narrow
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.optimizer import (
@@ -258,13 +259,12 @@ def test_the_dtype_on_disk_is_narrow_only_if_the_training_goes_on_exactly(
     assert world.config(**settings).saved_dtype(precision) == dtype
 
 
-def test_a_state_with_whole_float32_weights_still_loads():
-    """As versions before this one wrote it."""
+def test_a_state_with_tensors_of_an_unknown_kind_is_refused():
     layer = torch.nn.Linear(3, 2, bias=False)
-    weight = torch.randn(2, 3)
-    layer.weight.data = weight.bfloat16().float()
-    load_optimizer_state(torch.optim.AdamW(layer.parameters()), layer, {"master.weight": weight})
-    assert torch.equal(layer.weight, weight)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    with pytest.raises(ConfigError, match=r"master\.weight is of an unknown kind") as caught:
+        load_optimizer_state(optimizer, layer, {"master.weight": torch.randn(2, 3)})
+    assert caught.value.next == "set optimize.load_optimizer = false"
 
 
 def test_another_precision_goes_on_from_the_policys_weights(store, policy, made):

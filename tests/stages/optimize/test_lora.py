@@ -205,7 +205,7 @@ def test_a_base_that_bfloat16_holds_is_held_in_it_and_nothing_changes(store, hal
     narrow = world.trained(store, half, made, config)
     assert kinds.pop(("Linear", False)) == {torch.bfloat16}
     assert kinds and all(found == {torch.float32} for found in kinds.values()), kinds
-    monkeypatch.setattr("quiver.stages.optimize.trainer.narrow_frozen", lambda model: None)
+    monkeypatch.setattr("quiver.stages.optimize.budget.narrow_frozen", lambda model: None)
     as_float32 = {"weight": ("F32", ())}
     monkeypatch.setattr("quiver.stages.model.loading.stored_weights", lambda folder: as_float32)
     wide = world.trained(store, half, made, config, force=True)
