@@ -76,7 +76,7 @@ def cells_of(recipe: Recipe) -> list[Cell]:
     if recipe.sweep.num_seeds > 1:
         if "seed" in grid:
             raise ConfigError(
-                "sweep.over.seed",
+                "sweep.over seed",
                 "names seeds, and sweep.num_seeds (--seeds) does so too",
                 next="leave one of them out",
             )

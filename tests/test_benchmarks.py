@@ -42,7 +42,8 @@ def used_names(source: str) -> Iterator[str]:
                 alias.asname or "quiver": "quiver" for alias in node.names if alias.name == "quiver"
             }
         elif isinstance(node, ast.ImportFrom):
-            module = f"tests.benchmarks.{node.module}" if node.level else node.module
+            package = "tests.benchmarks" if node.level else ""
+            module = ".".join(filter(None, (package, node.module)))
             if module.partition(".")[0] in ("quiver", "tests"):
                 names = {
                     alias.asname or alias.name: f"{module}.{alias.name}" for alias in node.names

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations, count
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from tests.faults.scenes import Acknowledged, Scene, in_child
@@ -51,6 +52,8 @@ class Recorder:
     def __init__(self, root: Path) -> None:
         self.events: list[tuple[Any, ...]] = []
         self._root = root
+        self._lock = RLock()
+        """A policy's files are flushed in threads; calls are recorded one after another."""
         self._numbers: dict[int, int] = {}
         """By inode; forgotten when it is, since another file may get it."""
         self._new_numbers = count(_ROOT)
@@ -58,15 +61,16 @@ class Recorder:
 
     def around(self, name: str, path: str, call: Callable[[], Any]) -> Any:
         """Do a call and record it."""
-        self.look(at_once=False)
-        flushed = None
-        if name == "fsync":
-            flushed = self._numbers.get(os.stat(path).st_ino)
-        answer = call()
-        self.look(at_once=True)
-        if flushed is not None:
-            self.events.append(("flushed", flushed))
-        return answer
+        with self._lock:
+            self.look(at_once=False)
+            flushed = None
+            if name == "fsync":
+                flushed = self._numbers.get(os.stat(path).st_ino)
+            answer = call()
+            self.look(at_once=True)
+            if flushed is not None:
+                self.events.append(("flushed", flushed))
+            return answer
 
     def look(self, *, at_once: bool) -> None:
         """Record what has changed since the last look; `at_once`: by one call."""

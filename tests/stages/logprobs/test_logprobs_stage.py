@@ -122,7 +122,9 @@ def test_completions_without_a_token_have_no_logprobs(store, policy, other):
 
 
 def test_proximal_logprobs_are_of_the_policy_that_sampled(store, policy, other, few):
-    with pytest.raises(LineageError, match="proximal logprobs are of those weights") as caught:
+    with pytest.raises(
+        LineageError, match="proximal logprobs must be of the same weights"
+    ) as caught:
         score(store, few, other, role="prox")
     assert caught.value.next == f"give {policy.ref}"
 

@@ -106,14 +106,14 @@ assert "vllm" not in sys.modules and "prefect" not in sys.modules
     assert str(_run(Store(store.url), policy, made).ref) == "tiny/policy@1"
 
 
-def test_bf16_autocast_trains_and_keeps_weights_in_float32(store):
+def test_bf16_autocast_trains_and_saves_what_an_engine_loads(store):
     policy = make_policy(store, "qwen", "qwen3")
     made = world.make(store, policy, world.even_share, run="qwen")
     done = _run(store, policy, made, _config(precision="bf16"))
     metrics = done.manifest.metrics
     assert 0 < metrics["audit"]["mean_gap"] < 0.1
     assert metrics["packing"] == "shared" and metrics["padding_share"] == 0
-    assert {value.dtype for value in world.weights(done).values()} == {torch.float32}
+    assert {value.dtype for value in world.weights(done).values()} == {torch.bfloat16}
 
 
 def test_trackers_write_where_they_are_told(store, policy, made, tmp_path, monkeypatch, caplog):

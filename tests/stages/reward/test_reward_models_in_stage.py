@@ -2,6 +2,8 @@
 nothing is done again."""
 
 import json
+from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
@@ -99,17 +101,21 @@ def test_a_model_that_is_not_the_planned_one_does_not_score(
     """Its file looks unchanged, so the plan believes its memory; the bytes are read to score."""
     call = call("models")
     assert find_outcome(call) is None
+    weights = tmp_path / "rm" / WEIGHTS
+
+    def entry() -> Path:
+        return cache / f"{sha256(str(weights.stat().st_ino).encode()).hexdigest()}.json"
+
+    note = json.loads(entry().read_text())
     make_model(tmp_path / "rm", seed=1)
-    (entry,) = (path for path in cache.iterdir() if f"/{WEIGHTS}" in path.read_text())
-    note = json.loads(entry.read_text())
-    status = (tmp_path / "rm" / WEIGHTS).stat()
+    status = weights.stat()
     note["identity"]["files"][0] |= {
         "size": status.st_size,
         "inode": status.st_ino,
         "mtime_ns": status.st_mtime_ns,
         "ctime_ns": status.st_ctime_ns,
     }
-    entry.write_text(json.dumps(note))
+    entry().write_text(json.dumps(note))
     with pytest.raises(ConfigError, match=r"reward rm: fingerprint expected .*, found"):
         find_or_make(call)
     assert [ref for ref in map(str, store.refs()) if "rewards" in ref] == []

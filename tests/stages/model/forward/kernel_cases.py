@@ -379,7 +379,9 @@ def has_kernel(module: nn.Module) -> bool:
     if isinstance(forward, partial):
         is_kernel = forward.func in (modules._layer, modules._normalize)
         return is_kernel or (forward.func is modules._gate and forward.args[1])
-    return isinstance(forward, MethodType) and forward.__func__.__name__ == "forward"
+    if not isinstance(forward, MethodType) or forward.__func__ is type(module).forward:
+        return False  # the class's own, which torch's FSDP2 binds for an output embedding
+    return forward.__func__.__name__ == "forward"
 
 
 def strangers() -> list[nn.Module]:
