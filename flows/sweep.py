@@ -18,14 +18,14 @@ It may be deleted, and holds no version back from `quiver gc`: manifests are eno
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any
 
-from quiver.schemas.errors import ConfigError, QuiverError, printable
+from quiver.schemas.errors import ConfigError, LineageError, QuiverError, printable
 from quiver.schemas.manifest import digest
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.call import Call, Outcome
@@ -35,6 +35,7 @@ from quiver.stages.core.store.storage import read_checked, with_checksum
 from quiver.stages.model import checkpoints
 
 from .calls import calls_of, perform, run_here
+from .estimation import estimate
 from .evaluation import measure
 from .look.sweeps import cell_rows, label_of
 from .recipe import Recipe
@@ -139,11 +140,12 @@ def _check_key(key: str, values: Sequence[Any], is_whole_run: bool) -> None:
         )
 
 
-def sweep(recipe: Recipe, num_then: int = 0) -> dict[str, Any]:
+def sweep(recipe: Recipe, num_then: int = 0, *, estimated: bool = False) -> dict[str, Any]:
     """Make what is missing of each cell, and return what `saved` returns.
 
     Args:
         num_then: Also train the best cells for so many further iterations, on fresh rollouts.
+        estimated: Estimate the trained policies first, and measure only those that may be the best.
 
     An error of a cell is noted there, and the others continue. Raises any error of the measurement
     before them, and ConfigError.
@@ -164,9 +166,10 @@ def sweep(recipe: Recipe, num_then: int = 0) -> dict[str, Any]:
             else:
                 start = perform("policy", checkpoints.resolve(recipe.policy), {}).ref
             baseline = running.record["baseline"] = measure(judge, start, 0).ref
-            for cell in cells:
-                train = partial(_train, cell.recipe, rollouts, start)
-                running.fill("cells", cell, train, judge, baseline)
+            running.train("cells", cells, lambda cell: _train(cell.recipe, rollouts, start))
+            if estimated:
+                running.estimate(baseline)
+            running.measure("cells", cells, judge, baseline)
             if num_then:
                 _continue_best(running, cells, judge, start, num_then)
     finally:
@@ -186,28 +189,71 @@ class _Running:
         # Functions, models and rollouts may have changed since: only what is found again counts.
         self.record = {**self._before, "cells": {}}
         self.record |= {"sweep": _name(recipe), "run": recipe.run, "rollouts": rollouts}
+        self._recipe = recipe
         self._key = _key(recipe)
 
-    def fill(
-        self, part: str, cell: Cell, train: Callable[[], Outcome], judge: Recipe, baseline: str
-    ) -> None:
-        """Train a cell and measure its policy by `judge`, against the evaluation `baseline`."""
-        entry: dict[str, Any] = {"settings": cell.settings}
-        before = self._before[part].get(str(cell.number), {}).get("evaluation")
-        note = f"sweep {self.record['sweep']}, {cell.name}"
+    def train(self, part: str, cells: Sequence[Cell], train: Callable[[Cell], Outcome]) -> None:
+        """Train each cell."""
+        for cell in cells:
+            note = f"sweep {self.record['sweep']}, {cell.name}"
+            with self._trying(part, cell) as entry, _calls(cell.recipe, note=note):
+                policy = train(cell)
+                entry |= {"policy": policy.ref, "cached": policy.cached}
+
+    def estimate(self, baseline: str) -> None:
+        """Estimate the cells' policies from the rollouts of the evaluation `baseline`."""
+        trained = self._trained("cells")
+        policies = list(dict.fromkeys(entry["policy"] for entry in trained))
         try:
-            with _calls(cell.recipe, note=note):
-                policy = train()
-            evaluation = measure(judge, policy.ref, 1, baseline=baseline)
-            entry |= {"policy": policy.ref, "cached": policy.cached, "evaluation": evaluation.ref}
-            log.info("%s: %s, score %.4f", cell.name, policy.ref, evaluation.metrics["score"])
+            answers = estimate(self._recipe, policies, [baseline])["estimates"]
+        except LineageError as error:
+            log.warning("nothing is estimated, so each cell is measured: %s", error.message)
+            return
+        by_policy = {answer["policy"]: answer for answer in answers}
+        for entry in trained:
+            answer = by_policy[entry["policy"]]
+            names = ("estimate", "interval", "refused")
+            entry["estimate"] = {name: answer[name] for name in names}
+
+    def measure(self, part: str, cells: Sequence[Cell], judge: Recipe, baseline: str) -> None:
+        """Measure the cells' policies by `judge`, against the evaluation `baseline`; of those that
+        were estimated only the ones that may be the best."""
+        before = {number: entry.get("evaluation") for number, entry in self._before[part].items()}
+        hopeless = _hopeless(self._trained(part))
+        for cell in cells:
+            with self._trying(part, cell) as entry:
+                if "policy" in entry and entry["policy"] not in hopeless:
+                    evaluation = measure(judge, entry["policy"], 1, baseline=baseline)
+                    entry["evaluation"] = evaluation.ref
+                    score = evaluation.metrics["score"]
+                    log.info("%s: %s, score %.4f", cell.name, entry["policy"], score)
+                if part == "cells" and entry.get("evaluation") != before.get(str(cell.number)):
+                    self.record["then"] = {}  # it continues other policies
+
+    def _trained(self, part: str) -> list[dict[str, Any]]:
+        return [entry for entry in self.record[part].values() if "policy" in entry]
+
+    @contextmanager
+    def _trying(self, part: str, cell: Cell) -> Iterator[dict[str, Any]]:
+        """Yield the cell's entry, note an error in it, and save it."""
+        entry = self.record[part].setdefault(str(cell.number), {"settings": cell.settings})
+        try:
+            yield entry
         except QuiverError as error:
             entry["error"] = error.to_dict()
             log.warning("%s: %s %s: %s", cell.name, error.code, error.object, error.message)
-        if part == "cells" and entry.get("evaluation") != before:
-            self.record["then"] = {}  # it continues other policies
-        self.record[part][str(cell.number)] = entry
         self.store.storage.put(self._key, with_checksum(self.record))
+
+
+def _hopeless(entries: Sequence[dict[str, Any]]) -> set[str]:
+    """Return the policies whose estimated interval ends below where another one's begins."""
+    intervals = {
+        entry["policy"]: entry["estimate"]["interval"]
+        for entry in entries
+        if "estimate" in entry and not entry["estimate"]["refused"]
+    }
+    best = max((low for low, _ in intervals.values()), default=0)
+    return {policy for policy, (_, high) in intervals.items() if high < best}
 
 
 def _continue_best(
@@ -231,13 +277,16 @@ def _continue_best(
     baseline = measure(fresh, start, 0).ref
     running.record["then"] = {}
     rollouts = running.record["rollouts"]
-    for row in _distinct(cell_rows(store, running.record["cells"]))[:MOST_CONTINUED]:
-        cell = cells[row["cell"] - 1]
+    rows = _distinct(cell_rows(store, running.record["cells"]))[:MOST_CONTINUED]
+    best = [cells[row["cell"] - 1] for row in rows]
+
+    def train(cell: Cell) -> Outcome:
         # The cells share a run: its [retention] could delete the policy of the next one.
         options = {"iterations": 1 + num_then, "retention": Retention()}
-        longer = cell.recipe.model_copy(update=options)
-        train = partial(_continue, longer, store, rollouts, start)
-        running.fill("then", cell, train, fresh, baseline)
+        return _continue(cell.recipe.model_copy(update=options), store, rollouts, start)
+
+    running.train("then", best, train)
+    running.measure("then", best, fresh, baseline)
 
 
 def _distinct(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -22,6 +22,9 @@ def sweep(
     then: Annotated[
         int, typer.Option(help="train the best two for so many iterations more", min=0)
     ] = 0,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="measure only cells that may be the best")
+    ] = False,
     show: Annotated[
         bool, typer.Option("--show", help="show what was made; nothing is run")
     ] = False,
@@ -37,8 +40,9 @@ def sweep(
     from quiver.flows.sweep import sweep as run_cells
     from quiver.stages.core.store import Store
 
-    if show and then:
-        raise ConfigError("--then", "trains, and --show runs nothing", next="leave one of them out")
+    if show and (then or estimate):
+        name = "--then" if then else "--estimate"
+        raise ConfigError(name, "trains, and --show runs nothing", next="leave one of them out")
     loaded = read_recipe(recipe, settings, store)
     values = dict(map(_values, over or ()))
     changes: dict[str, Any] = {"over": {**loaded.sweep.over, **values}}
@@ -48,7 +52,7 @@ def sweep(
         record = saved(loaded)
     else:
         with shown_live():
-            record = run_cells(loaded, then)
+            record = run_cells(loaded, then, estimated=estimate)
     opened = Store(loaded.store)
     tables = {part: cell_rows(opened, record[part]) for part in ("cells", "then")}
     lines = _csv_lines(tables) if as_csv else sweep_lines(opened, record)

@@ -22,17 +22,19 @@ from .comparisons import interval_of
 from .words import aligned, cell, counted, number, score_of
 
 _UNKNOWN = ("policy", "evaluation", "weights", "score", "stderr", "n", "difference", "interval")
-_UNKNOWN += ("p", "p_holm", "told_apart", "approx_kl", "clip_fraction", "error")
+_UNKNOWN += ("p", "p_holm", "told_apart", "approx_kl", "clip_fraction", "error", "estimate")
 _COLUMNS = ("part", "cell", "policy", "evaluation", "score", "stderr", "n", "difference", "low")
 _COLUMNS += ("high", "p", "p_holm", "told_apart", "approx_kl", "clip_fraction", "error")
+_COLUMNS += ("estimate", "estimate_low", "estimate_high")
 """Columns of CSV, beside the settings."""
 
 
 def cell_rows(store: Store, entries: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each cell, the highest score first and failed cells last.
+    """Return a row for each cell, the highest score first, then the highest estimate.
 
     Args:
-        entries: By the cell's number: `settings`, and `policy` and `evaluation`, or `error`.
+        entries: By the cell's number: `settings`, and `policy` and `evaluation`, or `error`. An
+            `estimate` is what was expected of a policy before anything was measured.
     """
     rows = []
     for cell_number, entry in entries.items():
@@ -54,7 +56,13 @@ def cell_rows(store: Store, entries: Mapping[str, dict[str, Any]]) -> list[dict[
     for row, p_holm in zip(tested, corrected, strict=True):
         row["p_holm"] = p_holm
         row["told_apart"] = p_holm <= 1 - CONFIDENCE
-    return sorted(rows, key=lambda row: (row["score"] is None, -(row["score"] or 0), row["cell"]))
+    return sorted(rows, key=_rank)
+
+
+def _rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    expected = (row["estimate"] or {}).get("estimate")
+    ranks = [(score is None, -(score or 0)) for score in (row["score"], expected)]
+    return *ranks, row["cell"]
 
 
 def label_of(value: Any) -> str:
@@ -84,6 +92,9 @@ def table_lines(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
         if row["error"]:
             table.append([str(row["cell"]), *labels, f"failed: {_error_of(row)}", *[""] * 4])
             continue
+        if row["score"] is None:
+            table.append([str(row["cell"]), *labels, row["policy"], *_unmeasured(row), "", ""])
+            continue
         difference = f"{row['difference']:+.4f}"
         if row["interval"]:
             word = "better" if row["difference"] > 0 else "worse"
@@ -96,10 +107,22 @@ def table_lines(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
     return aligned(table, right=(0,))
 
 
+def _unmeasured(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what stands in place of a score and a difference."""
+    expected = row["estimate"]
+    if not expected or expected["refused"]:
+        return "", "not measured"
+    interval = interval_of(expected["interval"])
+    return f"estimated {expected['estimate']:.4f}", f"{interval}, not measured"
+
+
 def flat_row(part: str, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row as one of CSV. `part`: "cells" or "then"."""
     low, high = row["interval"] or (None, None)
     columns = {**row, "part": part, "low": low, "high": high, "error": _error_of(row)}
+    expected = row["estimate"] or {"estimate": None, "interval": None}
+    columns["estimate"] = expected["estimate"]
+    columns["estimate_low"], columns["estimate_high"] = expected["interval"] or (None, None)
     flat = {"part": part, "cell": row["cell"], **labels_of(row)}
     return flat | {name: columns[name] for name in _COLUMNS}
 
@@ -131,6 +154,9 @@ def sweep_lines(store: Store, record: Mapping[str, Any]) -> list[str]:
     lines = [f"{start}, which all cells start from: score {score_of(measured.metrics)}", ""]
     lines += [*table_lines(rows, start), ""]
     failed = sum(row["error"] is not None for row in rows)
+    unmeasured = sum(
+        bool(row["estimate"] and not row["evaluation"] and not row["error"]) for row in rows
+    )
     done = sum(bool(row.get("cached")) for row in rows)
     trained = len(rows) - failed - done
     counts = [f"{trained} trained", f"{done} already done"]
@@ -145,6 +171,11 @@ def sweep_lines(store: Store, record: Mapping[str, Any]) -> list[str]:
     if record["rollouts"] and not record["then"]:
         text += ": `--then 1` trains the first 2 on fresh rollouts, and measures with other seeds"
     lines += [f"{text}.", *_equal_lines(rows)]
+    if unmeasured:
+        lines.append(
+            f"{counted(unmeasured, 'cell')} only estimated, from {start}'s held-out rollouts: the "
+            "interval ends below the best cell's. Without --estimate all are measured."
+        )
     if record["then"]:
         lines += ["", "continued on fresh rollouts, measured on the same rows with other seeds:"]
         lines += table_lines(cell_rows(store, record["then"]), start)

@@ -3,7 +3,7 @@
     hash_files(sorted(folder.glob("*.safetensors")), remembered=True)
     fill(folder, "models", key, make)     # calls make(path) to write the files if not cached
 
-A hash is remembered under the file's inode, size, mtime_ns and ctime_ns, in one small JSON file; a
+A hash is remembered with the file's inode, size, mtime_ns and ctime_ns, in one small JSON file; a
 rename changes none of them. A file that changed in the last two seconds may change again within one
 tick of its clock, so its hash is neither remembered nor reused. Only the hash of a file that this
 process has written is remembered at once. A hash for a new manifest is always computed. `Memory`
@@ -40,6 +40,8 @@ _ABANDONED_SECONDS = 86_400
 _SETTLED_NS = 2_000_000_000
 _STORED_BYTES = 2**24
 """Size from which the hash of a store's file is remembered; smaller ones are hashed in no time."""
+_MOST_HASHES = 2**14
+"""Most files whose hash is remembered. Of two files in one slot, the later one is remembered."""
 _LARGE = 2**30
 """Size in bytes from which reading a file takes seconds, so that a message is shown."""
 shown = logging.getLogger("quiver")
@@ -138,7 +140,8 @@ def hash_stored(path: Path, *, is_own: bool = False) -> str:
 
 def _hash_file(path: Path, remembered: bool, is_own: bool = False) -> str:
     path = path.resolve()
-    memory = Memory("hashes", str(path.stat().st_ino), [path], is_own=is_own)
+    slot = path.stat().st_ino % _MOST_HASHES
+    memory = Memory("hashes", str(slot), [path], is_own=is_own)
     sha256 = memory.recall() if remembered else None
     if sha256 is None:
         size = path.stat().st_size

@@ -330,11 +330,11 @@ def reward_model(weights: int, *, width: int, on_gpu: bool, split: int = 1) -> d
 
 
 def _whole(shape: Shape, width: int) -> float:
-    """Return the bytes of what a rank of several holds whole at once.
+    """Return the bytes of the weights and gradients that a rank holds whole at the same time.
 
-    Of a layer that is itself and the next one on its way, the gradient, its copy for the exchange,
-    and a cast if products have `width` 2. Embeddings and head are units of their own, unless they
-    share their weight.
+    While one layer computes, the next one is being gathered: two weights, a gradient, and its copy
+    for the exchange, 4 bytes each. Products with `width` 2 add a cast. Embeddings and head are
+    units of their own, unless they share their weight.
     """
     cast = width % 4
     of_layer = (16 + cast) * shape.largest_layer

@@ -2,16 +2,19 @@
 
 import csv
 import itertools
+import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from quiver.flows import dispatch
+from quiver.flows.calls import by_hand
 from quiver.flows.cli.sweeping import _csv_lines
-from quiver.flows.look.sweeps import cell_rows, sweep_lines
+from quiver.flows.estimation import estimate
+from quiver.flows.look.sweeps import cell_rows, flat_row, sweep_lines, table_lines
 from quiver.flows.recipe import load
-from quiver.flows.sweep import cells_of, saved, sweep
+from quiver.flows.sweep import _hopeless, cells_of, saved, sweep
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.refs import parse
 from quiver.stages.core.run import stage_process
@@ -261,3 +264,41 @@ def test_over_is_read_as_a_recipe_is(folder, monkeypatch, command, capsys):
     ):
         with pytest.raises(ConfigError, match=words):
             cells_of(wrong)
+
+
+def test_trained_cells_are_estimated_from_the_rollouts_of_the_first_measurement(made, command):
+    rows = [{"question": f"What is {number} plus 5?", "answer": number} for number in range(40)]
+    Path("many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["sweep", "recipe.toml", "--set", "run=estimated"]
+    options += ["--set", "data.held_out={source='many.jsonl'}", "--set", "sweep.over.reward=[{}]"]
+    options += ["--over", "optimize.learning_rate=1e-4,0.5"]
+    code, answer = command(*options, "--estimate")
+    assert code == 0 and {row["error"] for row in answer["cells"]} == {None}
+    small, large = sorted(answer["cells"], key=lambda row: row["cell"])
+    recipe = load("recipe.toml", ["run=estimated"])
+    with by_hand(recipe):
+        [again] = estimate(recipe, [small["policy"]], [answer["baseline"]])["estimates"]
+    assert small["estimate"]["estimate"] == pytest.approx(again["estimate"], abs=1e-9)
+    assert abs(small["estimate"]["estimate"] - small["score"]) < 0.1
+    assert large["estimate"]["refused"], "it moved too far"
+    assert large["evaluation"], "and so is measured"
+    assert command(*options, "--show")[1]["cells"] == answer["cells"]
+
+
+def test_a_cell_whose_interval_ends_below_another_ones_is_not_measured(made):
+    def trained(number: int, low: float, high: float, **estimate) -> dict:
+        expected = {"estimate": (low + high) / 2, "interval": [low, high], "refused": None}
+        settings = {"optimize.learning_rate": number / 10}
+        estimate = {**expected, **estimate}
+        return {"settings": settings, "policy": f"a/policy@{number}", "estimate": estimate}
+
+    refused = {"interval": None, "estimate": None, "refused": "too far"}
+    entries = [trained(1, 0.5, 0.7), trained(2, 0.2, 0.49), trained(3, 0.3, 0.5)]
+    entries.append(trained(4, 0.0, 0.1, **refused))
+    assert _hopeless(entries) == {"a/policy@2"}
+    rows = cell_rows(Store("store"), {"2": entries[1], "1": entries[0], "4": entries[3]})
+    assert [row["cell"] for row in rows] == [1, 2, 4]
+    first, second, last = table_lines(rows, "a/policy@0")[1:]
+    assert "estimated 0.3450  0.2000 … 0.4900, not measured" in second
+    assert "0.6000" in first and "estimated" not in last
+    assert flat_row("cells", rows[1])["estimate_high"] == 0.49

@@ -89,6 +89,7 @@ from safetensors.torch import save_file
 from quiver import run_stage
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model.forward import attention
+from quiver.stages.model.forward.verify import probe_calls
 from quiver.stages.optimize.trainer import Trainer
 
 folder, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -100,9 +101,16 @@ train, step, block_attention = Trainer.train, Trainer._train_minibatch, attentio
 
 
 def seen(self, *arguments):
+    calls = []
+    if job["name"] == "sharded":
+        sequences = self.batch.sequences
+        calls, _ = self.within_memory(
+            self.active, sequences, lambda passes: probe_calls(self.policy, passes[0], sequences)
+        )
     outcome = train(self, *arguments)
     moments = [state["exp_avg"] for state in self.optimizer.state.values() if state]
     about = {"all": self.num_trained, "mode": self.mode}
+    about["probed"] = [float(states[0].norm()) for states, _ in calls]
     if job["config"].get("shard"):
         for name, tensors in {"weights": self.parameters, "moments": moments}.items():
             about[name] = sum(tensor.to_local().numel() for tensor in tensors)
@@ -396,6 +404,12 @@ def test_an_expert_that_one_rank_alone_used_has_the_same_gradient_on_all(ranks):
 
 
 # -- sharded weights
+
+
+def test_sharded_weights_are_whole_where_the_kernel_is_probed(ranks):
+    probed = [said["sharded"]["probed"] for said in ranks.said[2]]
+    assert probed[0] == probed[1] == pytest.approx(ranks.said[3][0]["sharded"]["probed"])
+    assert len(probed[0]) == 1 and probed[0][0] > 0
 
 
 def test_three_ranks_do(ranks):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError, RewardError
+from quiver.stages.core import user_cache
 from quiver.stages.core.run.runner import Call, find_or_make, find_outcome
 from quiver.stages.reward.models.config import ModelConfig, fingerprint, model_entry
 from quiver.stages.reward.models.scorer import ModelScorer
@@ -104,7 +105,8 @@ def test_a_model_that_is_not_the_planned_one_does_not_score(
     weights = tmp_path / "rm" / WEIGHTS
 
     def entry() -> Path:
-        return cache / f"{sha256(str(weights.stat().st_ino).encode()).hexdigest()}.json"
+        slot = weights.stat().st_ino % user_cache._MOST_HASHES
+        return cache / f"{sha256(str(slot).encode()).hexdigest()}.json"
 
     note = json.loads(entry().read_text())
     make_model(tmp_path / "rm", seed=1)
