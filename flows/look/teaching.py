@@ -101,10 +101,11 @@ def parts_of(joined: Joined) -> dict[str, np.ndarray]:
 
 def _measures_of(scored: Sequence[Joined]) -> dict[str, np.ndarray]:
     """Return the measures by name: [rows] float64 each. A part that two rewards share is there
-    once, unless its numbers differ."""
+    once, unless its numbers differ; the only part of a reward is the reward."""
     measures = {f"reward of {joined.ref}": joined.number("reward") for joined in scored}
     for joined in scored:
-        for name, numbers in parts_of(joined).items():
+        parts = parts_of(joined)
+        for name, numbers in parts.items() if len(parts) > 1 else ():
             if not np.array_equal(measures.setdefault(name, numbers), numbers, equal_nan=True):
                 measures[f"{name} of {joined.ref}"] = numbers
     cut = pc.equal(scored[0].rollouts.column("finish_reason"), "length")
