@@ -2,8 +2,8 @@
 by iteration, on saved rollouts. `quiver audit RUN --with RECIPE`.
 
     with by_hand(recipe):
-        answer = audit(store, "toy", by_recipe(recipe, "toy"))
-    answer = audit(store, "toy", by_versions(store, ["toy/rewards@9", "toy/rewards@10"]))
+        answer = audit(store, "toy", by_recipe(recipe, "toy", 64), 20)
+    answer = audit(store, "toy", by_versions(store, ["toy/rewards@9", "toy/rewards@10"]), 20)
 
 The second reward is a recipe's [reward], or rewards versions that exist. A recipe scores some
 prompts of each iteration, drawn once (stage `subset`), and these are ordinary versions of the run
@@ -40,10 +40,6 @@ from .look.teaching import group_numbers, join_rewards, open_rewards, parts_of
 from .placement import check_places
 from .recipe import Recipe
 
-NUM_PROMPTS = 64
-"""Prompts of each iteration that a recipe scores."""
-NUM_ITERATIONS = 20
-"""Iterations that are looked at, evenly spaced; the first and the last are among them."""
 NUM_ROWS = 20
 """Rows to read."""
 _MARKDOWN = r"(?m)^\s*(#{1,6} |[-*+] |\d+[.)] |>|```|\|)|\*\*"
@@ -54,17 +50,16 @@ Judge = Callable[[Version], Version | None]
 """Returns the second reward's version for rollouts; None if there is none."""
 
 
-def by_recipe(recipe: Recipe, run: str, num_prompts: int = NUM_PROMPTS) -> Judge:
+def by_recipe(recipe: Recipe, run: str, num_prompts: int) -> Judge:
     """Score a part of the rollouts with the [reward] of a recipe, inside of `by_hand(recipe)`."""
     check_places(recipe.placement, recipe.store)
     store = Store(recipe.store)
     config = subset.Config(prompts=num_prompts)
 
     def judge(rollouts: Version) -> Version:
-        refs = {"rollouts": str(rollouts.ref)}
         into = f"{run}.audit"
-        part = perform("subset", config, refs, label=f"part of {rollouts.ref}", into=into).ref
-        label = f"reward of {part}"
+        part = perform("subset", config, {"rollouts": str(rollouts.ref)}, into=into).ref
+        label = f"a part of {rollouts.ref}"
         scored = perform("reward", recipe.reward, {"rollouts": part}, label=label, into=into)
         return store.open(scored.ref)
 
@@ -80,10 +75,12 @@ def by_versions(store: Store, refs: Sequence[str]) -> Judge:
     return lambda rollouts: versions.get(rollouts.manifest.content_hash)
 
 
-def audit(
-    store: Store, run: str, judge: Judge, num_iterations: int = NUM_ITERATIONS
-) -> dict[str, Any]:
+def audit(store: Store, run: str, judge: Judge, num_iterations: int) -> dict[str, Any]:
     """Compare the training reward of a run with a second reward, along its line of policies.
+
+    Args:
+        num_iterations: Most iterations to look at, evenly spaced; the first and the last are among
+            them.
 
     Returns:
         run: its name

@@ -133,12 +133,11 @@ def _lesson(
     effective = within_groups.effective_samples(weights, groups)
     rows = []
     for name, measure in measures.items():
-        now, then, first_order = within_groups.pull(rewards, measure, groups, beta)
-        if len(now):
-            row = {"measure": name, "n": len(now), "now": float(now.mean())}
-            row |= {"then": float(then.mean()), "change": float((then - now).mean())}
-            row |= {"interval": paired_interval(then - now)}
-            rows.append(row | {"first_order": float(first_order.mean())})
+        pulled = within_groups.pull(rewards, measure, groups, beta)
+        if len(pulled.now):
+            row = {field: float(numbers.mean()) for field, numbers in pulled._asdict().items()}
+            row |= {"measure": name, "then": row["now"] + row["change"], "n": len(pulled.now)}
+            rows.append(row | {"interval": paired_interval(pulled.change)})
     return {
         "rewards": str(joined.ref),
         "groups_with_contrast": int(is_meant.sum()),

@@ -18,12 +18,11 @@ _ROUNDING = 1e-6
 
 
 def centered(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Return each value minus the mean of its group's known values: [N], NaN if it is unknown."""
+    """Return each value minus the mean of its group's known values: [N], 0 if it is unknown."""
     is_known = ~np.isnan(values)
-    counts = np.bincount(groups, is_known)
     sums = np.bincount(groups, np.where(is_known, values, 0.0))
-    with np.errstate(invalid="ignore"):  # a group without a known value
-        return values - (sums / counts)[groups]
+    means = sums / np.maximum(num_known(values, groups), 1)
+    return np.where(is_known, values - means[groups], 0.0)
 
 
 def num_known(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
@@ -52,7 +51,7 @@ def spread(values: np.ndarray, groups: np.ndarray) -> float:
     is_meant = has_contrast(values, groups)
     if not is_meant.any():
         return 0.0
-    squares = np.bincount(groups, np.nan_to_num(centered(values, groups)) ** 2)
+    squares = np.bincount(groups, centered(values, groups) ** 2)
     counts = num_known(values, groups)
     return float(np.sqrt((squares[is_meant] / (counts[is_meant] - 1)).mean()))
 
@@ -87,19 +86,19 @@ class Pull(NamedTuple):
 
     now: np.ndarray
     """Of the saved answers."""
-    then: np.ndarray
-    """With the weights of `tilted`."""
+    change: np.ndarray
+    """With the weights of `tilted`, minus `now`."""
     first_order: np.ndarray
-    """Cov_g(f, r) / β, the change of the mean to first order in 1 / β."""
+    """Cov_g(f, r) / β, the change to first order in 1 / β."""
 
 
 def pull(rewards: np.ndarray, measure: np.ndarray, groups: np.ndarray, beta: float) -> Pull:
     """Return what a reward does to a measure f, by group.
 
-        now = Σ_i f_i / m        then = Σ_i w_i f_i
+        now = f̄        change = Σ_i w_i (f_i − f̄)
         first_order = Σ_i (f_i − f̄)(r_i − r̄) / (β (m − 1))
 
-    The covariance is unbiased, so for small steps it is m / (m − 1) times `then` − `now`. It is 0
+    The covariance is unbiased, so for small steps it is m / (m − 1) times `change`. It is 0
     in a group of one answer.
 
     Args:
@@ -109,15 +108,14 @@ def pull(rewards: np.ndarray, measure: np.ndarray, groups: np.ndarray, beta: flo
     """
     is_known = ~(np.isnan(rewards) | np.isnan(measure))
     rewards = np.where(is_known, rewards, np.nan)
-    numbers = np.where(is_known, measure, 0.0)
     counts = num_known(rewards, groups)
-    products = np.nan_to_num(centered(rewards, groups)) * numbers
-    sums = (
-        np.bincount(groups, numbers) / np.maximum(counts, 1),
-        np.bincount(groups, numbers * tilted(rewards, groups, beta)),
-        np.bincount(groups, products) / np.maximum(counts - 1, 1) / beta,
-    )
-    return Pull(*(of_groups[counts > 0] for of_groups in sums))
+    now = np.bincount(groups, np.where(is_known, measure, 0.0)) / np.maximum(counts, 1)
+    # of deviations, so that a measure that is the same for all answers changes by exactly 0
+    deviations = centered(np.where(is_known, measure, np.nan), groups)
+    change = np.bincount(groups, deviations * tilted(rewards, groups, beta))
+    products = np.bincount(groups, deviations * np.nan_to_num(rewards))
+    first_order = products / np.maximum(counts - 1, 1) / beta
+    return Pull(*(numbers[counts > 0] for numbers in (now, change, first_order)))
 
 
 def effective_samples(weights: np.ndarray, groups: np.ndarray) -> np.ndarray:
@@ -140,7 +138,7 @@ def opposed(first: np.ndarray, second: np.ndarray, groups: np.ndarray) -> np.nda
     product = -1.0
     for each in (first, second):
         rewards = np.where(is_known, each, np.nan)
-        advantages = np.nan_to_num(centered(rewards, groups))
+        advantages = centered(rewards, groups)
         least = _ROUNDING * np.nanmax(np.abs(rewards), initial=0.0)
         product = product * np.where(np.abs(advantages) > least, advantages, 0.0)
     return np.maximum(product, 0.0)
@@ -163,9 +161,7 @@ def correlation(
     """
     measures = [first, second] if given is None else [first, second, given]
     is_known = ~np.isnan(measures).any(axis=0)
-    x, y, *others = (
-        np.nan_to_num(centered(np.where(is_known, measure, np.nan), groups)) for measure in measures
-    )
+    x, y, *others = (centered(np.where(is_known, measure, np.nan), groups) for measure in measures)
     before = x @ x, y @ y
     for z in others:
         if z @ z > 0:
@@ -190,9 +186,9 @@ def variance_shares(
     vary.
     """
     is_known = ~np.isnan(reward)
-    r = np.nan_to_num(centered(reward, groups))
+    r = centered(reward, groups)
     known_parts = (np.where(is_known, np.nan_to_num(part), np.nan) for part in parts)
-    p = np.stack([np.nan_to_num(centered(part, groups)) for part in known_parts])
+    p = np.stack([centered(part, groups) for part in known_parts])
     if not r @ r:
         return [0.0] * len(p)
     coefficients = np.linalg.lstsq(p @ p.T, p @ r, rcond=1e-9)[0]

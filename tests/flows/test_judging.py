@@ -192,7 +192,7 @@ def hacked(store):
 
 def test_the_gap_opens_where_the_reward_is_hacked(store, hacked):
     seconds, numbers = hacked
-    answer = audit(store, "toy", by_versions(store, seconds))
+    answer = audit(store, "toy", by_versions(store, seconds), 20)
     entries = {entry["iteration"]: entry for entry in answer["iterations"]}
     assert (answer["opens"], answer["left_out"], list(entries)) == (3, [2], [1, 3, 4])
     used = [numbers[index] for index in (0, 2, 3)]
@@ -236,7 +236,7 @@ def test_without_hacking_no_gap_is_told_apart(store):
         sampled = run.train(draw.integers(1, 9, (12, 4)), training)
         second = training + draw.normal(size=(12, 4))
         seconds.append(str(pay(store, sampled, second.ravel().tolist()).ref))
-    answer = audit(store, "toy", by_versions(store, seconds))
+    answer = audit(store, "toy", by_versions(store, seconds), 20)
     assert answer["opens"] is None
     remove(store, "toy/rollouts@1")
     answer = audit(store, "toy", by_versions(store, seconds[1:]), num_iterations=2)
@@ -245,7 +245,7 @@ def test_without_hacking_no_gap_is_told_apart(store):
         [3],
     )
     with pytest.raises(LineageError, match="no iteration has saved rollouts with both rewards"):
-        audit(store, "toy", by_versions(store, []))
+        audit(store, "toy", by_versions(store, []), 20)
     with pytest.raises(ConfigError, match="expected a version of rewards"):
         by_versions(store, ["toy/rollouts@2"])
 
@@ -270,7 +270,7 @@ def test_a_recipe_scores_the_same_part_of_each_iteration_once(store):
 
     def audited():
         with calls_of(recipe, lambda call: make):
-            return audit(store, "toy", by_recipe(recipe, "toy", num_prompts=4))
+            return audit(store, "toy", by_recipe(recipe, "toy", num_prompts=4), 20)
 
     answer = audited()
     assert made == ["subset", "reward"] * 2

@@ -51,7 +51,7 @@ def test_a_group_in_its_exact_proportions_gives_the_exact_expectations_of_the_op
         chances = count / count.sum()
         best = optimum(chances, r_of, beta)
         assert found.now[group] == pytest.approx(chances @ f_of)
-        assert found.then[group] == pytest.approx(best @ f_of)
+        assert found.change[group] == pytest.approx(best @ f_of - chances @ f_of)
         covariance = chances @ (f_of * r_of) - (chances @ f_of) * (chances @ r_of)
         unbiased = covariance * count.sum() / (count.sum() - 1)
         assert found.first_order[group] == pytest.approx(unbiased / beta)
@@ -77,9 +77,16 @@ def test_a_small_step_is_the_first_order_and_a_large_one_the_best_answer():
     draw = np.random.default_rng(2)
     r, f, groups = draw.normal(size=(2, 40))[0], draw.normal(size=40), np.repeat(np.arange(5), 8)
     small, large = pull(r, f, groups, 1e6), pull(r, f, groups, 1e-6)
-    assert (small.then - small.now) * 8 / 7 == pytest.approx(small.first_order, rel=1e-4)
+    assert small.change * 8 / 7 == pytest.approx(small.first_order, rel=1e-4)
     best = f.reshape(5, 8)[np.arange(5), r.reshape(5, 8).argmax(axis=1)]
-    assert large.then == pytest.approx(best)
+    assert large.now + large.change == pytest.approx(best)
+
+
+def test_a_measure_that_is_the_same_for_all_answers_changes_by_nothing_at_all():
+    """Rounding would make it certain that it changes a little."""
+    r, groups = np.random.default_rng(8).normal(size=700), np.repeat(np.arange(100), 7)
+    found = pull(r, np.full(700, 1.0), groups, 0.3)
+    assert not found.change.any() and not found.first_order.any()
 
 
 def test_what_is_not_known_is_left_out():
@@ -90,14 +97,14 @@ def test_what_is_not_known_is_left_out():
     found = pull(r, f, groups, 1.0)
     weight = math.e / (1 + math.e)
     assert found.now.tolist() == [1.5, 3.0]
-    assert found.then == pytest.approx([weight + 2 * (1 - weight), 3.0])
+    assert found.change == pytest.approx([weight + 2 * (1 - weight) - 1.5, 0.0])
     assert found.first_order == pytest.approx([-0.5, 0.0])
     assert num_known(r, groups).tolist() == [3, 0, 1, 1]
     assert has_contrast(r, groups).tolist() == [True, False, False, False]
     assert tilted(r, groups, 1.0)[2:6] == pytest.approx(
         [0, 1 / (1 + math.exp(-4) + math.exp(-5)), 0, 0]
     )
-    assert np.isnan(centered(r, groups)).tolist() == np.isnan(r).tolist()
+    assert centered(r, groups).tolist() == [-1, -2, 0, 3, 0, 0, 0, 0]
     assert spread(r, groups) == pytest.approx(np.std([1, 0, 5], ddof=1))
     assert spread(np.ones(8), groups) == 0
 
@@ -151,7 +158,7 @@ def test_intervals_over_prompts_cover_the_truth_as_often_as_they_say():
         groups = np.repeat(np.arange(40), m)
         found = pull(r[rows].ravel(), f[rows].ravel(), groups, beta)
         truths = (of_groups.mean(), covariance.mean() / beta)
-        for place, changes in enumerate((found.then - found.now, found.first_order)):
+        for place, changes in enumerate(found[1:]):
             low, high = paired_interval(changes)
             covered[place] += low <= truths[place] <= high
     assert np.all(np.abs(covered / 1000 - 0.95) <= 0.02), covered
@@ -165,7 +172,7 @@ def test_the_interval_of_a_change_is_that_of_a_bootstrap_over_prompts():
     answers = np.array([draw.choice(4, 8, p=p) for p in chances])
     rows = np.arange(80)[:, None], answers
     found = pull(r[rows].ravel(), f[rows].ravel(), np.repeat(np.arange(80), 8), 0.4)
-    changes = found.then - found.now
+    changes = found.change
     means = changes[draw.integers(80, size=(20_000, 80))].mean(axis=1)
     low, high = paired_interval(changes)
     assert np.quantile(means, [0.025, 0.975]) == pytest.approx([low, high], abs=0.1 * (high - low))
