@@ -125,9 +125,7 @@ def _lesson(
         problem = "all answers to a prompt have the same reward, for every prompt"
         if counts.max() < 2:
             problem = "no prompt has two scored answers, so that there is nothing to compare"
-        raise LineageError(
-            str(joined.ref), problem, next=f"quiver view {joined.ref}, and name other rewards"
-        )
+        raise LineageError(str(joined.ref), problem, next=f"quiver view {joined.ref}")
     beta = beta or within_groups.spread(rewards, groups)
     weights = within_groups.tilted(rewards, groups, beta)
     effective = within_groups.effective_samples(weights, groups)

@@ -22,6 +22,8 @@ from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.writer import Writer
 
+STAGE_VERSION = 1
+
 
 class Config(common.Config):
     """How many prompts are drawn."""
@@ -38,7 +40,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     return Plan(
         store=store,
         stage="subset",
-        stage_version=1,
+        stage_version=STAGE_VERSION,
         config=config,
         run=into or rollouts.ref.run,
         kinds=("rollouts",),
