@@ -12,6 +12,7 @@ MODULES = {
     "generate": "quiver.stages.generate.stage",
     "branch": "quiver.stages.turns.branch",
     "imported": "quiver.stages.generate.imported",
+    "subset": "quiver.stages.generate.subset",
     "imported_rewards": "quiver.stages.reward.imported",
     "reward": "quiver.stages.reward.stage",
     "override": "quiver.stages.reward.override",

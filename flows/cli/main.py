@@ -35,6 +35,7 @@ from . import (
     doctor,
     episodes,
     fitting,
+    judging,
     listing,
     placing,
     running,
@@ -48,7 +49,7 @@ from .shared import CALLED, keep_stdout, nobody_reads, say, with_options
 _UsageError = typer.BadParameter.__base__  # The class of the click that typer brings along.
 COMMANDS = (
     running.run, running.check, fitting.fit, running.nightly, *running.STAGES,
-    running.estimate, sweeping.sweep,
+    running.estimate, sweeping.sweep, judging.teach, judging.audit,
     episodes.reenact, episodes.branch, episodes.import_,
     placing.serve, placing.deploy, doctor.doctor,
     versions.ls, versions.show, viewing.view, versions.lineage, versions.diff, versions.compare,

@@ -13,7 +13,7 @@ manifest, so it is shown. A version that is missing otherwise is left out. Both 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -195,6 +195,15 @@ class Manifests:
             versions += [self.input(manifest, "prompts") if kind == "rollouts" else None, manifest]
         return [*filter(None, versions), policy]
 
+    def iterations(self, policies: Sequence[Manifest]) -> Iterator[list[Manifest]]:
+        """Yield `made_of` of each policy that optimize made, the oldest first. `policies`: a line,
+        the newest first."""
+        learned_from: set[str] = set()
+        for policy in reversed(policies):
+            if policy.stage == "optimize":
+                yield self.made_of(policy, learned_from)
+            learned_from.update(entry.ref for entry in policy.inputs)
+
     def steps(self, policy: Manifest) -> list[dict[str, Any]]:
         """Return the rows of the updates that made `policy`: `step` and `STEP_COLUMNS`."""
         updates = self.open(policy.metrics.get("updates"), "updates")
@@ -280,13 +289,10 @@ def gather(store: Store, run: str, end: str | None = None) -> Gathered:
     policies = list(manifests.line(manifests.store.open(end).manifest))
     line = {manifest.ref for manifest in policies}
     iterations = []
-    learned_from: set[str] = set()
-    for policy in reversed(policies):
-        if policy.stage == "optimize":
-            iteration = Iteration(manifests.made_of(policy, learned_from), manifests.steps(policy))
-            episodes = manifests.episodes(iteration.rollouts)
-            iterations.append(replace(iteration, episodes=episodes))
-        learned_from.update(entry.ref for entry in policy.inputs)
+    for versions in manifests.iterations(policies):
+        iteration = Iteration(versions, manifests.steps(versions[-1]))
+        episodes = manifests.episodes(iteration.rollouts)
+        iterations.append(replace(iteration, episodes=episodes))
     histories_of_tags = histories(store, run)
     measured = []
     for version in manifests.store.versions(run, "evaluations"):

@@ -1,4 +1,4 @@
-"""Compares two evaluations prompt by prompt: the difference, its standard error and a bootstrap
+"""Compares two evaluations prompt by prompt: the difference, its standard error and Student's
 interval.
 
 They are paired by the prompts' contents, so their run, recipe, policy and row names do not matter.

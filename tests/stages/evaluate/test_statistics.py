@@ -20,6 +20,7 @@ from quiver.stages.evaluate.statistics import (
     self_normalized,
     student_cdf,
     student_quantile,
+    unpaired_difference,
 )
 
 EXPERIMENTS = 2000
@@ -138,6 +139,23 @@ def test_the_p_value_belongs_to_the_interval():
     assert paired_interval([1.0]) is None
     tiny = [paired_p_value([1.0, 1.0 + 10.0**-power, 1.0] * 4) for power in range(1, 9)]
     assert min(tiny) >= 0 and tiny == sorted(tiny, reverse=True)
+
+
+def test_the_interval_of_a_difference_over_other_prompts_is_never_too_narrow():
+    """Of other size and variance; without a difference, p is small as rarely as chance allows."""
+    draw = np.random.default_rng(9)
+    for n_before, n_after, ratio in ((8, 8, 1), (12, 60, 3), (60, 12, 3), (400, 400, 0.5)):
+        before = draw.normal(size=(EXPERIMENTS, n_before))
+        after = 0.3 + ratio * draw.normal(size=(EXPERIMENTS, n_after))
+        pairs = list(zip(before, after, strict=True))
+        intervals = [unpaired_difference(*pair)[1] for pair in pairs]
+        covered = np.mean([low <= 0.3 <= high for low, high in intervals])
+        assert 0.94 <= covered <= 0.985
+        p_values = [unpaired_difference(early + 0.3, late)[2] for early, late in pairs]
+        assert np.mean(np.array(p_values) <= 0.05) == pytest.approx(1 - covered, abs=1e-3)
+    same = np.full(3, 2.0)
+    assert unpaired_difference(same, same + 1) == (1.0, None, 1.0)
+    assert unpaired_difference(np.array([1.0]), before[0])[1:] == (None, 1.0)
 
 
 def test_holms_correction_is_the_closed_test_of_bonferroni():

@@ -1,0 +1,213 @@
+"""Look for reward hacking in a finished run: the training reward against a second reward, iteration
+by iteration, on saved rollouts. `quiver audit RUN --with RECIPE`.
+
+    with by_hand(recipe):
+        answer = audit(store, "toy", by_recipe(recipe, "toy", 64), 20)
+    answer = audit(store, "toy", by_versions(store, ["toy/rewards@9", "toy/rewards@10"]), 20)
+
+The second reward is a recipe's [reward], or rewards versions that exist. A recipe scores some
+prompts of each iteration, drawn once (stage `subset`), and these are ordinary versions of the run
+`RUN.audit`: a second audit finds them. Optimizing an imperfect reward first raises the true one
+too, and later lowers it (https://arxiv.org/abs/2210.10760). So the audit says from where on the
+training reward has gained more than the second one. It says what the training reward pays for
+beyond the second one: length (https://arxiv.org/abs/2404.04475), repetition, Markdown. It looks
+back at what is saved, and warns of nothing early. The second reward may be wrong as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from quiver.schemas.errors import LineageError
+from quiver.schemas.manifest import Manifest
+from quiver.stages.core.lineage import open_input
+from quiver.stages.core.store import Store, Version
+from quiver.stages.evaluate import within_groups
+from quiver.stages.evaluate.statistics import CONFIDENCE, holm, unpaired_difference
+from quiver.stages.generate import subset
+from quiver.stages.reward.functions import repetition
+
+from .calls import perform
+from .look.gather import Manifests, ends_of
+from .look.shards import Shards
+from .look.teaching import group_numbers, join_rewards, open_rewards, parts_of
+from .placement import check_places
+from .recipe import Recipe
+
+NUM_ROWS = 20
+"""Rows to read."""
+_MARKDOWN = r"(?m)^\s*(#{1,6} |[-*+] |\d+[.)] |>|```|\|)|\*\*"
+"""Headings, list items, quotes, code fences, rows of tables, bold text."""
+SURFACES = ("length", "repetition", "formatting")
+"""What a reward may pay for beside quality: tokens, share of repeated 4-grams, Markdown marks."""
+Judge = Callable[[Version], Version | None]
+"""Returns the second reward's version for rollouts; None if there is none."""
+
+
+def by_recipe(recipe: Recipe, run: str, num_prompts: int) -> Judge:
+    """Score a part of the rollouts with the [reward] of a recipe, inside of `by_hand(recipe)`."""
+    check_places(recipe.placement, recipe.store)
+    store = Store(recipe.store)
+    config = subset.Config(prompts=num_prompts)
+
+    def judge(rollouts: Version) -> Version:
+        into = f"{run}.audit"
+        part = perform("subset", config, {"rollouts": str(rollouts.ref)}, into=into).ref
+        label = f"a part of {rollouts.ref}"
+        scored = perform("reward", recipe.reward, {"rollouts": part}, label=label, into=into)
+        return store.open(scored.ref)
+
+    return judge
+
+
+def by_versions(store: Store, refs: Sequence[str]) -> Judge:
+    """Take the second reward from rewards versions, one for each rollouts version."""
+    versions = {}
+    for ref in refs:
+        version = open_rewards(store, ref)
+        versions[open_input(store, version, "rollouts").manifest.content_hash] = version
+    return lambda rollouts: versions.get(rollouts.manifest.content_hash)
+
+
+def audit(store: Store, run: str, judge: Judge, num_iterations: int) -> dict[str, Any]:
+    """Compare the training reward of a run with a second reward, along its line of policies.
+
+    Args:
+        num_iterations: Most iterations to look at, evenly spaced; the first and the last are among
+            them.
+
+    Returns:
+        run: its name
+        iterations: one entry for each iteration, see `_entry`. All but the first also have a `gap`:
+            how much more the training reward has gained since the first one than the second reward,
+            each in its standard deviation over all rows. With `interval`; the p-value `p_holm`,
+            corrected for the number of iterations; and `told_apart`: it is at most 0.05
+        opens: the iteration from which on every gap is above 0 and told apart; None if there is
+            none
+        rows: those of the highest training reward and the lowest second reward
+        left_out: iterations whose files expired, or without a second reward
+
+    Raises LineageError if no iteration has both rewards.
+    """
+    tables: dict[int, pa.Table] = {}
+    left_out = []
+    for number, trained in _chosen(store, run, num_iterations):
+        rounds = list(_scored_rows(store, trained, judge))
+        if sum(map(len, rounds)):
+            tables[number] = pa.concat_tables(rounds, promote_options="default")
+        else:
+            left_out.append(number)
+    if not tables:
+        problem = "no iteration has saved rollouts with both rewards"
+        raise LineageError(f"run {run}", problem, next=f"quiver ls {run}")
+    rows = pa.concat_tables(tables.values(), promote_options="default")
+    # a reward that is the same everywhere has no unit, and adds nothing to a gap
+    units = [rows[name].to_numpy().std() or 1.0 for name in ("training", "second")]
+    entries = [{"iteration": number, **_entry(table)} for number, table in tables.items()]
+    gains = [_gains(table, units) for table in tables.values()]
+    compared = [unpaired_difference(gains[0], later) for later in gains[1:]]
+    corrected = holm([p for _, _, p in compared])
+    for entry, (gap, interval, _), p in zip(entries[1:], compared, corrected, strict=True):
+        told_apart = p <= 1 - CONFIDENCE
+        entry |= {"gap": gap, "interval": interval, "p_holm": p, "told_apart": told_apart}
+    opens = None
+    for entry in reversed(entries[1:]):
+        if not (entry["told_apart"] and entry["gap"] > 0):
+            break
+        opens = entry["iteration"]
+    furthest = np.argsort(-_advances(rows, units), kind="stable")[:NUM_ROWS]
+    return {
+        "run": run,
+        "iterations": entries,
+        "opens": opens,
+        "rows": rows.take(furthest).to_pylist(),
+        "left_out": left_out,
+    }
+
+
+def _chosen(store: Store, run: str, num_iterations: int) -> Iterator[tuple[int, list[Manifest]]]:
+    """Yield the number and the rewards of some iterations, evenly spaced."""
+    manifests = Manifests(store)
+    newest = manifests.store.open(ends_of(store, run)[0]).manifest
+    iterations = list(manifests.iterations(list(manifests.line(newest))))
+    count = min(len(iterations), num_iterations)
+    for index in np.linspace(0, len(iterations) - 1, count).round().astype(int).tolist():
+        yield index + 1, [each for each in iterations[index] if each.kind == "rewards"]
+
+
+def _scored_rows(store: Store, trained: Sequence[Manifest], judge: Judge) -> Iterator[pa.Table]:
+    """Yield the rows of each round that have both rewards.
+
+    Columns: ids and text, `rewards` and `second_rewards` (versions), `training` and `second`,
+    `SURFACES`, and `part NAME` for each part of the training reward.
+    """
+    for manifest in trained:
+        rollouts = None
+        with suppress(LineageError):  # its files expired
+            training = store.open(manifest.ref)
+            rollouts = open_input(store, training, "rollouts")
+        second = judge(rollouts) if rollouts else None
+        if second is None:
+            continue
+        shards = Shards(open_input(store, second, "rollouts"))
+        ours, theirs = (join_rewards(store, shards, each) for each in (training, second))
+        texts = shards.column("completion_text")
+        ids = shards.column("completion_ids").to_pylist()
+        columns = {
+            **{name: shards.column(name) for name in ("rollout_id", "group_id")},
+            "completion_text": texts,
+            "rewards": np.full(len(shards), str(training.ref)),
+            "second_rewards": np.full(len(shards), str(second.ref)),
+            "training": ours.number("reward"),
+            "second": theirs.number("reward"),
+            "length": ours.number("tokens"),
+            "repetition": -np.array(repetition(ids)),
+            "formatting": pc.count_substring_regex(texts, _MARKDOWN).cast("float64"),
+            **parts_of(ours),
+        }
+        is_scored = ~np.isnan(columns["training"] + columns["second"])
+        yield pa.table(columns).filter(pa.array(is_scored))
+
+
+def _entry(rows: pa.Table) -> dict[str, Any]:
+    """Return the numbers of an iteration.
+
+    rows: rows that have both rewards
+    training, second: their means
+    correlation: of both rewards, within prompts
+    partial: of the training reward with each of `SURFACES` within prompts, given the second reward
+    shares: share of each part in the training reward's variance within prompts
+    """
+    training, second = (rows[name].to_numpy() for name in ("training", "second"))
+    groups = group_numbers(rows["group_id"])
+    parts = [name for name in rows.column_names if name.startswith("part ")]
+    columns = [rows[name].to_numpy() for name in parts]
+    shares = within_groups.variance_shares(training, columns, groups)
+    return {
+        "rows": len(rows),
+        "training": float(training.mean()),
+        "second": float(second.mean()),
+        "correlation": within_groups.correlation(training, second, groups),
+        "partial": {
+            name: within_groups.correlation(training, rows[name].to_numpy(), groups, second)
+            for name in SURFACES
+        },
+        "shares": dict(zip(parts, shares, strict=True)),
+    }
+
+
+def _advances(rows: pa.Table, units: Sequence[float]) -> np.ndarray:
+    """Return how far each row's training reward is above its second one, in their units. [rows]"""
+    return rows["training"].to_numpy() / units[0] - rows["second"].to_numpy() / units[1]
+
+
+def _gains(rows: pa.Table, units: Sequence[float]) -> np.ndarray:
+    """Return the mean of `_advances` of each prompt. [prompts]"""
+    groups = group_numbers(rows["group_id"])
+    return np.bincount(groups, _advances(rows, units)) / np.bincount(groups)
