@@ -410,8 +410,8 @@ def _completion(request: Request, output: Any) -> Completion:
     if request.media and list(output.prompt_token_ids) != request.prompt_ids.tolist():
         raise SchemaError(
             "engine vllm",
-            f"row {index}: it read {len(output.prompt_token_ids)} other ids, the prompt with its "
-            f"pictures has {len(request.prompt_ids)}",
+            f"row {index}: it read {len(output.prompt_token_ids)} ids, which are not the "
+            f"{len(request.prompt_ids)} that were rendered with the prompt's pictures or clips",
             next='set generate.engine = "transformers"',
         )
     ids = np.array(answer.token_ids, np.int32)

@@ -99,8 +99,11 @@ HOSTILE = {
     "empty": (b"", "is not a clip of type WAV, FLAC, MP3"),
     "text": (b"RIFF and no more", "is not a clip of type WAV, FLAC, MP3"),
     "ogg": (encoded(SECOND, "OGG"), "is not a clip of type WAV, FLAC, MP3, but OGG"),
-    "long": (encoded(np.zeros(sound.RATE * 40, np.float32), "FLAC"), "longer than the 30 seconds"),
-    "large": (encoded(sound.noise(0, 20.0)), "bytes, at most 500,000 are read"),
+    "long": (
+        encoded(np.zeros(sound.RATE * 40, np.float32), "FLAC"),
+        "longer than the 30 seconds that are read (a key)",
+    ),
+    "large": (encoded(sound.noise(0, 20.0)), "at most 500,000 are read (prompt.max_audio_bytes)"),
     "no samples": (encoded(SECOND[:0]), "has no samples"),
     "channels": (encoded(np.zeros((8, 3), np.float32)), "has 3 channels at 16,000 Hz"),
     "rate": (encoded(SECOND[:99], rate=500_000), "1 channels at 500,000 Hz"),
@@ -146,7 +149,7 @@ NOT_WHOLE = {
 def test_clips_that_would_be_heard_in_part_are_refused(name):
     content, message = NOT_WHOLE[name]
     with pytest.raises(ValueError) as caught:
-        try_clip(content, 30)
+        try_clip(content, 30, "a key")
     assert message in str(caught.value)
 
 
@@ -170,13 +173,13 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_clips_are_heard_to_their_end(name):
-    try_clip(WHOLE[name], 30)
+    try_clip(WHOLE[name], 30, "a key")
     samples, rate = open_clip(WHOLE[name])
     assert len(samples) / rate == pytest.approx(1.0, abs=0.01)
 
 
 def test_hostile_clips_are_refused():
-    with closing(FileCheck({"audio": Limits(30, 500_000)})) as check:
+    with closing(FileCheck({"audio": Limits(30, "a key", 500_000)})) as check:
         for name, (content, message) in HOSTILE.items():
             with pytest.raises(ConfigError) as caught:
                 check.require("audio", name, content)
@@ -184,8 +187,10 @@ def test_hostile_clips_are_refused():
         check.require("audio", "good", encoded(SECOND))
     slow = encoded(np.zeros(sound.RATE * 3000, np.float32), "FLAC")
     with (
-        closing(FileCheck({"audio": Limits(10**6, seconds=0.001)})) as check,
-        pytest.raises(ConfigError, match=r"was not decoded within 0\.001 seconds"),
+        closing(FileCheck({"audio": Limits(10**6, "a key", decode_seconds=0.001)})) as check,
+        pytest.raises(
+            ConfigError, match=r"was not decoded within 0\.001 seconds \(prompt\.decode_seconds"
+        ),
     ):
         check.require("audio", "slow", slow)
 
@@ -196,7 +201,7 @@ def test_a_clip_is_heard_at_the_rate_of_the_model(kind, rate):
     """Half a second of whole periods of a tone, on the left; the right is silent."""
     tone = 0.5 * np.sin(2 * np.pi * 1000 * np.arange(rate // 2) / rate)
     content = encoded(np.stack([tone, np.zeros_like(tone)], 1), kind, rate)
-    with closing(FileCheck({"audio": Limits(1)})) as check:
+    with closing(FileCheck({"audio": Limits(1, "a key")})) as check:
         check.require("audio", "tone", content)
     samples, _ = open_clip(content, sound.RATE)
     assert samples.dtype == np.float32
@@ -215,6 +220,7 @@ def test_a_clip_that_the_policy_would_cut_is_refused(store, tmp_path):
     with pytest.raises(ConfigError, match="clip 1: is longer than the 2 seconds") as refusal:
         render(store, tmp_path, [{"prompt": "one", "audio": "long.wav"}], prompt="prompt")
     assert "row 1 of" in refusal.value.object
+    assert refusal.value.message.endswith("(the policy hears no more)")
 
 
 def test_a_clip_too_short_for_a_feature_is_refused(store, tmp_path):
