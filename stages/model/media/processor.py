@@ -141,8 +141,9 @@ class Processor:
         extractor = getattr(self._processor, "feature_extractor", None)
         if extractor is None:
             return math.inf
-        # GlmAsr's reads a clip in several windows of `chunk_length`
-        return getattr(self._processor, "max_audio_len", extractor.chunk_length)
+        window = extractor.chunk_length
+        most = getattr(self._processor, "max_audio_len", window)  # GlmAsr's has several windows
+        return most // window * window
 
     def open(self, modality: str, content: bytes) -> Any:
         """Return a decoded picture, or a clip's samples at the rate that the model hears. `content`
