@@ -10,13 +10,14 @@ import datasets
 import numpy as np
 import pytest
 import soundfile
+from transformers import GlmAsrProcessor, WhisperFeatureExtractor
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 from quiver.stages.model.media.checking import FileCheck, Limits
 from quiver.stages.model.media.decoder import open_clip, try_clip
-from quiver.stages.model.media.processor import load_processor
+from quiver.stages.model.media.processor import Processor, load_processor
 from quiver.stages.prompt.config import Config
 from quiver.stages.prompt.media import read_cell
 from tests import sight, sound
@@ -120,8 +121,20 @@ def with_number(content: bytes, at: int, number: int, kind: str) -> bytes:
     return content[:at] + field + content[at + len(field) :]
 
 
+def with_padded_frames(content: bytes) -> bytes:
+    """An MP3 of a constant bit rate whose frames are a byte longer, and say so."""
+    at = content.index(content[:2], 2)
+    size = content.index(content[:2], at + 2) - at
+    frames = [bytearray(content[start : start + size]) for start in range(at, len(content), size)]
+    for frame in frames:
+        frame[2] |= 2
+    return b"".join(bytes(frame) + b"\0" for frame in frames if len(frame) == size)
+
+
 WAV = encoded(SECOND)
 DATA = WAV.index(b"data") + 4
+ODD_WAV = WAV[: DATA - 4] + b"note\3\0\0\0abc\0" + WAV[DATA - 4 :]
+"""With a chunk of three bytes, and one that fills it up, before the samples."""
 FLAC = encoded(SECOND, "FLAC")
 MP3 = encoded(SECOND, "MP3")
 FRAMES = MP3.index(b"Xing") + 8
@@ -131,6 +144,7 @@ UNTAGGED = VBR[VBR.index(VBR[:2], 8) :]
 """Without its first frame, which holds the number of frames."""
 NOT_WHOLE = {
     "half a WAV": (WAV[: len(WAV) // 2], "is cut: its header says 32,000 bytes of samples"),
+    "half a WAV with an odd chunk": (ODD_WAV[:9000], "is cut: its header says 32,000 bytes"),
     "WAV of 2^31": (with_number(WAV, DATA, 2**31, "<I"), "is cut: its header says 2,147,483,648"),
     "half a FLAC": (FLAC[: len(FLAC) // 2], "is cut or damaged"),
     "FLAC of too few": (with_number(FLAC, 22, 2000, ">I"), "other samples than its header says"),
@@ -154,12 +168,19 @@ def test_clips_that_would_be_heard_in_part_are_refused(name):
 
 
 ID3 = b"ID3\x03\0\0\0\0\1\x0a" + b"\0" * 138
+ID3_WITH_FOOTER = b"ID3\x04\0\x10" + ID3[6:] + b"3DI\x04\0\x10" + ID3[6:10]
 WHOLE = {
     "streamed WAV": with_number(WAV, DATA, 2**32 - 1, "<I"),
     "WAV with a tag": WAV + ID3,
     "FLAC behind ID3": ID3 + FLAC,
     "MP3 behind ID3, before ID3v1": ID3 + MP3 + b"TAG" + b"\0" * 125,
     "MP3 behind two ID3": ID3 + ID3 + MP3,
+    "MP3 behind ID3 with footer": ID3_WITH_FOOTER + MP3,
+    "MP3 of padded frames": with_padded_frames(
+        encoded(sound.noise(8, 1.0, 44_100), "MP3", 44_100, bitrate_mode="CONSTANT")
+    ),
+    "WAV with an odd chunk": ODD_WAV,
+    "WAV of several blocks": encoded(sound.noise(8, 1.0, 192_000), rate=192_000),
     **{f"FLAC {depth}": encoded(SECOND, "FLAC", subtype=depth) for depth in ("PCM_S8", "PCM_24")},
     "stereo": encoded(np.stack([SECOND, SECOND], 1), "FLAC"),
     "stereo MP3": encoded(np.stack([SECOND, SECOND], 1), "MP3"),
@@ -195,6 +216,11 @@ def test_hostile_clips_are_refused():
         check.require("audio", "slow", slow)
 
 
+def test_a_clip_at_its_limits_is_read():
+    with closing(FileCheck({"audio": Limits(1.0, "a key", len(WAV))})) as check:
+        check.require("audio", "a second", WAV)
+
+
 @pytest.mark.parametrize("rate", [8_000, 16_000, 44_100, 48_000])
 @pytest.mark.parametrize("kind", ["WAV", "FLAC", "MP3"])
 def test_a_clip_is_heard_at_the_rate_of_the_model(kind, rate):
@@ -213,6 +239,7 @@ def test_a_clip_is_heard_at_the_rate_of_the_model(kind, rate):
     np.testing.assert_allclose(samples, expected, atol=2e-4)
     own, own_rate = open_clip(content)
     assert own_rate == rate and len(own) == rate // 2
+    assert open_clip(content, sound.RATE)[1] == sound.RATE
 
 
 def test_a_clip_that_the_policy_would_cut_is_refused(store, tmp_path):
@@ -275,6 +302,23 @@ def test_the_processor_is_transformers_own(store):
     for name, array in seen.inputs.items():
         assert np.array_equal(array, own[name].numpy())
     assert soundfile.info(io.BytesIO(sound.CLIPS[1])).samplerate == sound.RATE
+
+
+def test_a_clip_of_another_rate_has_the_features_of_its_length(store):
+    processor = load_processor(store.open(POLICY), "audio")
+    content = encoded(sound.noise(3, 0.5, 8_000), rate=8_000)
+    assert len(processor.read("audio", content).ids) == features(0.5)
+
+
+def test_a_clip_fills_whole_windows_at_most():
+    """GlmAsr's processor leaves out what is in no whole window, here of two seconds."""
+    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=2, return_attention_mask=True)
+    own = GlmAsrProcessor(extractor, TOKENS, max_audio_len=5, audio_token="<image>")
+    processor = Processor(own, "hears")
+    clips = [encoded(sound.noise(0, seconds)) for seconds in (3.0, 4.0, 5.0)]
+    lengths = [len(processor.read("audio", clip).ids) for clip in clips]
+    assert lengths == [37, 50, 50]  # of 100 frames a second each eighth
+    assert processor.most_seconds == 4
 
 
 def test_a_placeholder_among_ids_needs_a_clip(store, tmp_path):
