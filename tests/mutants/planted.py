@@ -445,13 +445,6 @@ PLANTED = (
         (f"{PROMPT}/test_prompt_audio.py::test_clips_that_would_be_heard_in_part_are_refused",),
     ),
     Planted(
-        "footer_of_a_tag_is_forgotten",
-        "stages/model/media/decoder.py",
-        "(10 if flags & 0x10 else 0)",
-        "0",
-        (f"{PROMPT}/test_prompt_audio.py::test_clips_are_heard_to_their_end",),
-    ),
-    Planted(
         "frames_of_mp3_are_not_padded",
         "stages/model/media/decoder.py",
         "        size += head >> 9 & 1\n",

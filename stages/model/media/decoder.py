@@ -203,8 +203,7 @@ def _after_id3(content: bytes) -> int:
         size = 0
         for byte in content[at + 6 : at + 10]:
             size = size << 7 | byte
-        flags = int.from_bytes(content[at + 5 : at + 6])
-        at += 10 + size + (10 if flags & 0x10 else 0)  # a footer
+        at += 10 + size
     return at
 
 
