@@ -87,7 +87,7 @@ def _resident_problem(recipe: Recipe) -> str:
     if engine == "vllm":
         if options.get("engine_args"):
             return "settings in generate.options.engine_args may not survive a change of weights"
-        if recipe.may_show_media:
+        if recipe.media:
             return "an engine that reads pictures or clips does not sleep"
         if lora and (lora.save == "adapter" or options.get("lora")):
             return "an engine that serves an adapter beside the base's weights does not sleep"

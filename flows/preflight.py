@@ -141,15 +141,22 @@ def check_demands(recipe: Recipe) -> None:
         for evaluation in {False, recipe.data.held_out is not None}:
             config = recipe.generate_config(1, evaluation=evaluation)
             options = engine_options(config.engine, config.options)
+            section = "evaluate.generate" if evaluation else "generate"
+            if config.engine == "vllm" and "audio" in recipe.media:
+                raise ConfigError(
+                    f"{section}.engine vllm",
+                    "cannot load a policy that hears, so it reads no clips",
+                    next=f'set {section}.engine = "transformers"',
+                )
             if isinstance(options, VllmServerOptions):
-                section = "evaluate.generate" if evaluation else "generate"
                 secret(options.token, f"{section}.options.token")
                 num_policies = 2 if evaluation else recipe.iterations
                 is_adapter = lora is not None and lora.save == "adapter"
                 advice = 'set generate.engine = "vllm"'
                 problem = ""
-                if recipe.may_show_media:
+                if recipe.media:
                     problem = "prompts with pictures or clips are not sent to servers"
+                    advice = 'set generate.engine = "transformers"'
                 elif is_adapter and num_policies > 1:
                     problem = (
                         "a policy that is an adapter alone has no weights that a server could load"

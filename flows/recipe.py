@@ -235,10 +235,10 @@ class Recipe(Config):
         return parse(cls, sections, f"recipe {path}", context=None if measures else {})
 
     @property
-    def may_show_media(self) -> bool:
-        """True if prompts or environments may show pictures or clips."""
+    def media(self) -> set[str]:
+        """Modalities of the pictures and clips that prompts or environments may show."""
         turns = self.generate.turns
-        return bool(self.data.media or (turns and turns.most_media))
+        return {*self.data.media, *(turns.most_media if turns else ())}
 
     def resolved(self) -> Recipe:
         """Return the recipe with everything it names outside the store looked up.

@@ -15,10 +15,10 @@
 `messages` begin with the recipe's system message and end with an environment's opening message. A
 last message of the assistant is left out, and the policy continues it.
 
-prompts/2 are written if chats have more than roles and contents, rows show pictures, the template
-gets tools, or an environment answers. Messages then have four more fields, strings or null:
-`tool_calls` (JSON), an assistant's thinking as `reasoning_content`, and for a tool's answer
-`tool_call_id` and the tool's `name`. There are three more columns:
+prompts/2 are written if chats have more than roles and contents, rows show pictures or play clips,
+the template gets tools, or an environment answers. Messages then have four more fields, strings or
+null: `tool_calls` (JSON), an assistant's thinking as `reasoning_content`, and for a tool's answer
+`tool_call_id` and the tool's `name`. There are four more columns:
 
 | column | type | meaning |
 |---|---|---|

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from quiver.flows.look import episodes, templates
-from quiver.flows.look.stage import default_path
 from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import QuiverError
 from quiver.stages.core.store import Store
@@ -40,7 +39,6 @@ def summary(store: str, outcome: dict[str, Any], commands: list[str]) -> list[st
         "summary.txt.j2",
         **outcome,
         store=store,
-        report=default_path(store, outcome["run"]),
         bars=bars,
         scale=f"reward, {lowest:.3f} to {highest:.3f}",
         last=outcome["iterations"][-1],

@@ -31,8 +31,8 @@ def select_prompts(
     """Select the prompts that `policy` can answer.
 
     Returns:
-        The table of selected prompts, with group_id, prompt_ids and the columns that episodes or
-        pictures need; the group ids of the dropped prompts; the maximum ids that a row can have.
+        The table of selected prompts, with group_id, prompt_ids and the columns that episodes
+        or media need; the group ids of the dropped prompts; the maximum ids that a row can have.
 
     Raises ConfigError or SchemaError.
     """
@@ -42,7 +42,7 @@ def select_prompts(
     if prompts.manifest.kind_schema == "prompts/2":
         names += (*MEDIA.values(), "spans")
     table = prompts.table(names)
-    _require_sight(config, prompts, policy, table)
+    _require_read(config, prompts, policy, table)
     groups = table["group_id"]
     vocabulary = checkpoints.vocabulary_size(policy)
     outside = f"is outside the vocabulary of {policy.ref}, {vocabulary}"
@@ -92,7 +92,7 @@ def select_prompts(
     return table.filter(pa.array(fits)), dropped, longest
 
 
-def _require_sight(config: Config, prompts: Version, policy: Version, table: pa.Table) -> None:
+def _require_read(config: Config, prompts: Version, policy: Version, table: pa.Table) -> None:
     """Raise ConfigError if the prompts or turns show media that the policy does not read."""
     most = most_media(config, table)
     if not most:

@@ -10,7 +10,6 @@ Not of the spine: only prompts with pictures or clips come here.
 from __future__ import annotations
 
 import base64
-import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -40,7 +39,7 @@ _SIGNATURES = {
 }
 """First bytes of files, including the formats that are refused later with a clear error."""
 _FORMATS = {"image": "a picture (PNG, JPEG, WebP)", "audio": "a clip (WAV, FLAC, MP3)"}
-_WRITTEN = "write samples with soundfile.write(buffer, samples, rate, format='WAV')"
+_ADVICE = "write samples with soundfile.write(buffer, samples, rate, format='WAV')"
 File = dict[str, Any]
 """`bytes`, and `path` as written in the source, or None."""
 
@@ -93,10 +92,13 @@ def read_cell(modality: str, name: str, cell: Any, config: Config) -> list[File]
 
 def _read_file(modality: str, path: str | None, config: Config) -> bytes:
     file = _locate(modality, path, config)
+    limit = f"max_{modality}_bytes"
     try:
-        return read_file(file, config.by_modality(math.inf)[modality].bytes)
-    except (OSError, ValueError) as error:
+        return read_file(file, getattr(config, limit))
+    except OSError as error:
         raise ValueError(f"{printable(file)} cannot be read: {reason(error)}") from None
+    except ValueError as error:
+        raise ValueError(f"{printable(file)} {error} (prompt.{limit})") from None
 
 
 def without_media(table: pa.Table, config: SourceConfig) -> pa.Table:
@@ -141,7 +143,7 @@ def _files_in(
         if not isinstance(content, bytes | None):
             expected = "expected bytes, base64, a path, or {bytes, path}"
             if modality == "audio":
-                expected += f": {_WRITTEN}"
+                expected += f": {_ADVICE}"
             raise bad_row(place, f"holds {shape_of(content)}, {expected}")
         yield place, content, path
 

@@ -98,7 +98,7 @@ class Renderer:
         self._tokenizer = checkpoints.load_tokenizer(policy)
         self._media = Media(config, policy, config.media) if config.media else None
         self._feature_ids: set[int] = set()
-        """Ids that stand for pictures and clips, if the rows' ids have none of either."""
+        """Ids that stand for pictures and clips; prompts of ids without files may not hold them."""
         if config.prompt_ids and not config.media and checkpoints.modalities(policy):
             self._feature_ids = set(token_ids(policy))
         self._vocabulary = checkpoints.vocabulary_size(policy)

@@ -479,6 +479,7 @@ def _as_part(thing: Any) -> Any:
         return {"type": "image", "image": thing}
     if not isinstance(thing, bytes):
         return thing
+    # a frame of an MP3 begins with 11 bits of 1, a JPEG with ff d8
     is_mp3 = thing.startswith(b"ID3") or (thing[:1] == b"\xff" and thing[1:2] >= b"\xe0")
     is_clip = is_mp3 or thing.startswith(b"fLaC") or thing[8:12] == b"WAVE"
     modality = "audio" if is_clip else "image"

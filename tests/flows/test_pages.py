@@ -127,6 +127,11 @@ def test_a_link_to_the_report(store, policy):
     assert "(https://files.example/store/tiny/report.html)" in link["data"]
 
 
+def test_only_a_report_that_was_written_has_a_path(store, policy):
+    assert link_report(store.url, "tiny", None) == Path(store.url) / "tiny/report.html"
+    assert link_report(store.url, "no-such-run", None) is None
+
+
 def test_the_curve_of_a_run_is_one_page_that_grows():
     def run() -> None:
         curve = Curve("tiny")

@@ -453,7 +453,9 @@ def test_without_a_run_of_prefect_there_is_no_page(store):
 # -- the end of `quiver run`
 
 
-def printed(means, store="/my store", baseline=None, evaluation=None, moments=None) -> list[str]:
+def printed(
+    means, store="/my store", baseline=None, evaluation=None, moments=None, report=None
+) -> list[str]:
     """Lines after iterations of these mean rewards, the last of them measured."""
     iterations = [
         done(number, mean) | {"rollouts": f"tiny/rollouts@{number}"}
@@ -467,7 +469,7 @@ def printed(means, store="/my store", baseline=None, evaluation=None, moments=No
         overlap=0,
         optimize=SimpleNamespace(learning_rate=1e-5),
     )
-    outcome = {"run": "tiny", "baseline": baseline, "iterations": iterations}
+    outcome = {"run": "tiny", "report": report, "baseline": baseline, "iterations": iterations}
     commands = next_commands(recipe, Path("recipe.toml"), [], outcome)
     return summary(Path(store), outcome, commands)
 
@@ -475,8 +477,9 @@ def printed(means, store="/my store", baseline=None, evaluation=None, moments=No
 def test_what_a_run_prints_at_its_end():
     """A single held-out prompt has no standard error."""
     before, after = {"score": 0.25, "stderr": None, "n": 1}, {"score": 0.5, "stderr": 0.125, "n": 4}
-    lines = printed([0.2, None, 0.6], baseline=before, evaluation=after, moments=1)
-    assert lines[1:3] == ["store   /my store", "report  /my store/tiny/report.html"]
+    lines = printed([0.2, None, 0.6], baseline=before, evaluation=after, moments=1, report="a.html")
+    assert lines[1:3] == ["store   /my store", "report  a.html"]
+    assert not any("report" in line for line in printed([0.2]))
     assert "iteration  reward, 0.000 to 0.600     policy" in lines
     assert f"{2:>9}  {'(none scored)':<26} tiny/policy@2" in lines
     assert "   before  0.250 ± – (standard error, n = 1)" in lines

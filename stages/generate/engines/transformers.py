@@ -67,7 +67,7 @@ class _Batch:
     input_ids: torch.Tensor  # the ids to read next: first the prompts, later each row's last id
     seen: torch.Tensor | None = None  # [B, V]: in prompt or completion, if penalized
     counts: torch.Tensor | None = None  # [B, V]: count in the completion, if penalized
-    media: dict[str, Any] | None = None  # arguments of the first pass, if prompts show pictures
+    media: dict[str, Any] | None = None  # arguments of the first pass, if prompts show media
     shift: torch.Tensor | None = None  # [B, 1]: of later positions, if they have three axes
     encoded: Any = None
     cache: Any = None
@@ -229,7 +229,7 @@ class TransformersEngine:
         return batch
 
     def _show(self, batch: _Batch) -> None:
-        """Put the pictures' features into a batch of left-padded prompts."""
+        """Put the features of pictures and clips into a batch of left-padded prompts."""
         if self._processor is None:
             self._processor = load_processor(self.setup.policy)
         length = batch.input_ids.shape[1]
@@ -246,7 +246,7 @@ class TransformersEngine:
             in_prompt += length - len(request.prompt_ids)
             places.append(in_prompt + row * length)
             for medium in request.media:
-                if medium.content not in features:  # the rows of a group share pictures
+                if medium.content not in features:  # the rows of a group share files
                     inputs = self._processor.read(medium.modality, medium.content).inputs.items()
                     tensors = {name: torch.from_numpy(array) for name, array in inputs}
                     if merge is not None:

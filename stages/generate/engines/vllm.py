@@ -130,6 +130,13 @@ class VllmEngine:
                 f"{setup.policy.ref} is an encoder-decoder model",
                 next='set generate.engine = "transformers"',
             )
+        if "audio" in setup.most_media:  # vLLM 0.32, and what transformers 5.19 saves
+            raise ConfigError(
+                "engine vllm",
+                "cannot load a policy that hears, so it reads no clips: vLLM does not know the "
+                "names under which transformers saves its weights",
+                next='set generate.engine = "transformers"',
+            )
         build = vllm_env.prepare(
             "engine vllm", setup.device, batch_invariant=self.options.batch_invariant
         )
@@ -410,8 +417,8 @@ def _completion(request: Request, output: Any) -> Completion:
     if request.media and list(output.prompt_token_ids) != request.prompt_ids.tolist():
         raise SchemaError(
             "engine vllm",
-            f"row {index}: it read {len(output.prompt_token_ids)} other ids, the prompt with its "
-            f"pictures has {len(request.prompt_ids)}",
+            f"row {index}: it read {len(output.prompt_token_ids)} ids, which are not the "
+            f"{len(request.prompt_ids)} that were rendered with the prompt's pictures or clips",
             next='set generate.engine = "transformers"',
         )
     ids = np.array(answer.token_ids, np.int32)

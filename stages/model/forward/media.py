@@ -333,21 +333,21 @@ def _heard(model: nn.Module, input_features: Tensor, **masks: Tensor) -> Tensor:
     input_features = input_features.to(model.dtype)
     if hasattr(model, "get_audio_features"):
         return model.get_audio_features(input_features, **masks).pooler_output
-    # Qwen2-Audio has no function for it
+    # Qwen2-Audio has no function for it: these lines are from its forward pass
     trunk = model.base_model
     tower = trunk.audio_tower
     (mask,) = masks.values()
-    heard, counts = tower._get_feat_extract_output_lengths(mask.sum(-1))
-    halves = torch.arange((input_features.shape[-1] - 2) // 2 + 1, device=mask.device)
+    num_frames, num_features = tower._get_feat_extract_output_lengths(mask.sum(-1))
+    frames = torch.arange((input_features.shape[-1] - 2) // 2 + 1, device=mask.device)
     inside = create_bidirectional_mask(
         config=tower.config,
-        inputs_embeds=input_features.new_zeros(len(mask), len(halves), 1),
-        attention_mask=(halves < heard[:, None]).long(),
+        inputs_embeds=input_features.new_zeros(len(mask), len(frames), 1),
+        attention_mask=(frames < num_frames[:, None]).long(),
     )
     states = tower(input_features, attention_mask=inside).last_hidden_state
     features = trunk.multi_modal_projector(states)
     places = torch.arange(features.shape[1], device=mask.device)
-    return features[places < counts[:, None]]
+    return features[places < num_features[:, None]]
 
 
 def put_features(

@@ -1,7 +1,7 @@
 """Checks that bytes are a picture or clip: a child process decodes them fully before anything else
 does.
 
-with closing(FileCheck({"image": Limits(size=4096**2)})) as check:
+with closing(FileCheck({"image": Limits(4096**2, "prompt.max_image_pixels")})) as check:
     check.require("image", "prompt sum-0017: its picture 1", content)
 """
 
@@ -20,16 +20,19 @@ from quiver.stages.core.run.scripts import AskedScript
 
 _MEMORY_FOR_LIBRARIES = 1024**3
 _BYTES_A_PIXEL = 16
-"""Bytes that decoding holds per pixel, including the decoder's own copies."""
+"""Bytes that decoding holds per pixel, including the decoder's own copies. Clips are decoded in
+blocks and need no more."""
 
 
 class Limits(NamedTuple):
-    """Limits of one file: pixels of a picture or seconds of a clip, bytes, and seconds to decode
-    it."""
+    """Limits of one file."""
 
     size: float
+    """Pixels of a picture, or seconds of a clip."""
+    size_name: str
+    """What sets `size`, for errors: a key, or the policy."""
     bytes: int = 20 * 1024**2
-    seconds: float = 10.0
+    decode_seconds: float = 10.0
 
 
 class MediaLimits(Config):
@@ -48,10 +51,12 @@ class MediaLimits(Config):
 
     def by_modality(self, most_seconds: float) -> dict[str, Limits]:
         """Return the limits of each modality, for a policy that cuts clips after `most_seconds`."""
-        seconds = min(self.max_audio_seconds, most_seconds)
+        image = self.max_image_pixels, "prompt.max_image_pixels"
+        audio = self.max_audio_seconds, "prompt.max_audio_seconds"
+        audio = min(audio, (most_seconds, "the policy hears no more"))
         return {
-            "image": Limits(self.max_image_pixels, self.max_image_bytes, self.decode_seconds),
-            "audio": Limits(seconds, self.max_audio_bytes, self.decode_seconds),
+            "image": Limits(*image, self.max_image_bytes, self.decode_seconds),
+            "audio": Limits(*audio, self.max_audio_bytes, self.decode_seconds),
         }
 
 
@@ -71,16 +76,23 @@ class FileCheck:
         limits: a PNG, JPEG or WebP, or a WAV, FLAC or MP3."""
         limits = self._limits[modality]
         if len(content) > limits.bytes:
-            answer = {"error": f"has {len(content):,} bytes, at most {limits.bytes:,} are read"}
+            problem = f"has {len(content):,} bytes, at most {limits.bytes:,} are read"
+            answer = {"error": f"{problem} (prompt.max_{modality}_bytes)"}
         else:
-            question = {**limits._asdict(), "modality": modality, "bytes": len(content)}
+            question = {
+                "modality": modality,
+                "bytes": len(content),
+                "size": limits.size,
+                "size_name": limits.size_name,
+                "decode_seconds": limits.decode_seconds,
+            }
             answer = self._script.ask(
                 json.dumps(question).encode() + b"\n" + content,
-                f"was not decoded within {limits.seconds:g} seconds",
+                f"was not decoded within {limits.decode_seconds:g} seconds (prompt.decode_seconds)",
             )
         if "error" in answer:
             raise ConfigError(
                 name,
                 printable(answer["error"]),
-                next="correct the row, take it out of the source, or raise the limit",
+                next="correct the row or take it out of the source; if a limit is named, raise it",
             )

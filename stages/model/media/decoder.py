@@ -1,9 +1,11 @@
 """Decodes untrusted pictures and clips in a child process, with limits on size, memory and time.
 
-For each file, stdin has one line {"modality", "bytes": length, "size": limit, "seconds": limit} and
-then the bytes. Each answer is one line: {} or {"error"}. If decoding takes too long, the process's
-own alarm ends it. The file runs as a script and imports only Pillow, soundfile and the standard
-library.
+For each file, stdin has one line {"modality", "bytes": length, "size": limit, "size_name",
+"decode_seconds": limit} and then the bytes. Each answer is one line: {} or {"error"}. If decoding
+takes too long, the process's own alarm ends it. The file runs as a script and imports only Pillow,
+soundfile, numpy and the standard library.
+
+`open_image` and `open_clip` decode a file that was checked, in any process.
 """
 
 import hashlib
@@ -19,15 +21,15 @@ from typing import Any
 
 from PIL import Image, ImageOps
 
-FORMATS = ("PNG", "JPEG", "WEBP")
+PICTURES = ("PNG", "JPEG", "WEBP")
+"""Names of Pillow."""
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr")
 """Pixel modes with at most 8 bits per channel. Of images with several 16-bit channels, Pillow takes
 the upper 8 bits itself."""
 GREY_16 = ("I;16", "I;16B", "I;16L")
 """Grey modes with 16 bits; their upper 8 bits are taken."""
 
-
-SOUNDS = ("WAV", "WAVEX", "FLAC", "MP3")
+CLIPS = ("WAV", "WAVEX", "FLAC", "MP3")
 """Names of libsndfile; WAVEX is a WAV with a longer head."""
 _BLOCK = 65536
 """Samples decoded at a time."""
@@ -52,19 +54,19 @@ _MP3_DELAY = 4
 """Frames by which the length may differ: encoders put silence at both ends, which is left out."""
 
 
-def try_image(content: bytes, most_pixels: float) -> None:
-    """Decode the picture in `content` fully.
+def try_image(content: bytes, most_pixels: float, limit: str) -> None:
+    """Decode the picture in `content` fully. `limit` names the limit `most_pixels`.
 
     Raises ValueError with the reason if it is refused; Pillow raises many other types.
     """
     Image.MAX_IMAGE_PIXELS = None  # `most_pixels` is checked below instead
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(content), formats=PICTURES) as image:
             width, height = image.size
             if width * height > most_pixels:
                 raise ValueError(
-                    f"has {width} × {height} pixels, at most {most_pixels:,.0f} are read"
+                    f"has {width} × {height} pixels, at most {most_pixels:,.0f} are read ({limit})"
                 )
             # phones write previews and depth maps as further frames of a JPEG
             if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
@@ -76,9 +78,11 @@ def try_image(content: bytes, most_pixels: float) -> None:
             _as_seen(image)
 
 
-def try_clip(content: bytes, most_seconds: float) -> None:
-    """Decode the clip in `content` fully. Raises ValueError with the reason if it is refused."""
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each thread reserves memory
+def try_clip(content: bytes, most_seconds: float, limit: str) -> None:
+    """Decode the clip in `content` fully. `limit` names the limit `most_seconds`.
+
+    Raises ValueError with the reason if it is refused.
+    """
     import numpy as np
     import soundfile
 
@@ -87,7 +91,7 @@ def try_clip(content: bytes, most_seconds: float) -> None:
     except soundfile.LibsndfileError as error:
         raise ValueError(f"is not a clip of type WAV, FLAC, MP3: {error.error_string}") from None
     with clip:
-        if clip.format not in SOUNDS:
+        if clip.format not in CLIPS:
             raise ValueError(f"is not a clip of type WAV, FLAC, MP3, but {clip.format}")
         if not 1000 <= clip.samplerate <= _MOST_RATE or clip.channels > 2:
             raise ValueError(
@@ -103,10 +107,12 @@ def try_clip(content: bytes, most_seconds: float) -> None:
             for samples in _blocks(clip, "int32" if width else "float32"):
                 num_samples += len(samples)
                 if num_samples > most_seconds * clip.samplerate:
-                    raise ValueError(f"is longer than the {most_seconds:g} seconds that are read")
+                    raise ValueError(
+                        f"is longer than the {most_seconds:g} seconds that are read ({limit})"
+                    )
                 if not np.isfinite(samples).all():
                     raise ValueError("has samples that are no finite numbers")
-                if width:
+                if width:  # a FLAC's MD5 is of its integers, which are the upper bytes here
                     of_each = samples.astype("<i4").view("u1").reshape(-1, 4)
                     digest.update(of_each[:, -width:].tobytes())
         except soundfile.LibsndfileError as error:
@@ -123,7 +129,7 @@ def _blocks(clip: Any, dtype: str) -> Iterator[Any]:
 
 
 def _require_whole(kind: str, content: bytes, seconds: float, md5: bytes) -> None:
-    """Raise ValueError unless the `seconds` that were decoded are all of a file; see below."""
+    """Raise ValueError unless the `seconds` that were decoded, with this MD5, are all of a file."""
     if kind == "MP3":
         _require_whole_mp3(content, seconds)
     elif kind == "FLAC":
@@ -168,20 +174,20 @@ def _require_whole_mp3(content: bytes, seconds: float) -> None:
         version, layer, bits, rate = head >> 19 & 3, head >> 17 & 3, head >> 12 & 15, head >> 10 & 3
         if head >> 21 != 0x7FF or version == 1 or layer != 1 or bits in (0, 15) or rate == 3:
             break  # a tag at the end
-        is_first = version == 3  # MPEG 1; 2 and 2.5 have half of its samples
+        is_mpeg_1 = version == 3  # 2 and 2.5 have half of its samples a frame
         hertz = _MP3_RATES[rate] >> _MP3_HALVINGS[version]
-        size = (144 if is_first else 72) * _MP3_KILOBITS[is_first][bits] * 1000 // hertz
+        size = (144 if is_mpeg_1 else 72) * _MP3_KILOBITS[is_mpeg_1][bits] * 1000 // hertz
         size += head >> 9 & 1
         frame = content[at : at + size]
         if len(frame) < size:
             raise ValueError(f"is cut: it ends within a frame: {_AGAIN}")
         at += size
         tag = next((frame.find(name) for name in (b"Xing", b"Info") if name in frame[:48]), None)
-        if not found and promised is None and tag is not None:
+        if not found and promised is None and tag is not None:  # a first frame without samples
             has_number = frame[tag + 7] & 1
             promised = int.from_bytes(frame[tag + 8 : tag + 12]) if has_number else 0
             continue
-        frame_seconds = (1152 if is_first else 576) / hertz
+        frame_seconds = (1152 if is_mpeg_1 else 576) / hertz
         found += frame_seconds
     if not found:
         raise ValueError(f"has no frame where its samples should begin: {_AGAIN}")
@@ -197,16 +203,15 @@ def _after_id3(content: bytes) -> int:
         size = 0
         for byte in content[at + 6 : at + 10]:
             size = size << 7 | byte
-        flags = int.from_bytes(content[at + 5 : at + 6])
-        at += 10 + size + (10 if flags & 0x10 else 0)  # a footer
+        at += 10 + size
     return at
 
 
 def open_clip(content: bytes, rate: int | None = None) -> tuple[Any, int]:
     """Return the clip in `content`, its channels averaged: [n] float32, and samples a second.
 
-    `content` must have been checked with `try_clip`. With another `rate` than its own, the same
-    frequencies are sampled anew.
+    `content` must have been checked with `try_clip`. If `rate` is given, the clip is resampled to
+    it, by its Fourier transform.
     """
     import numpy as np
     import soundfile
@@ -229,7 +234,7 @@ def open_image(content: bytes) -> Image.Image:
     """
     most_pixels, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(content), formats=PICTURES) as image:
             return _as_seen(image)
     finally:
         Image.MAX_IMAGE_PIXELS = most_pixels
@@ -249,23 +254,22 @@ def _as_seen(image: Image.Image) -> Image.Image:
     return Image.alpha_composite(ground, colours).convert("RGB")
 
 
-TRIED = {"image": try_image, "audio": try_clip}
-
-
 def main() -> None:
     """Answer one request after another until stdin ends."""
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # each thread of numpy reserves memory
+    checks = {"image": try_image, "audio": try_clip}
     for line in sys.stdin.buffer:
         question = json.loads(line)
         content = sys.stdin.buffer.read(question["bytes"])
         # the default action of SIGALRM is needed: it ends the process wherever it hangs
-        signal.setitimer(signal.ITIMER_REAL, question["seconds"])
+        signal.setitimer(signal.ITIMER_REAL, question["decode_seconds"])
         try:
-            TRIED[question["modality"]](content, question["size"])
+            checks[question["modality"]](content, question["size"], question["size_name"])
             answer = {}
         except ValueError as error:
             answer = {"error": str(error)[:1000]}
         except Image.UnidentifiedImageError:
-            answer = {"error": f"is not a picture of type {', '.join(FORMATS)}"}
+            answer = {"error": f"is not a picture of type {', '.join(PICTURES)}"}
         except Exception as error:  # a decoder may raise anything at hostile bytes
             answer = {"error": f"cannot be decoded: {type(error).__name__}: {error}"[:1000]}
         signal.setitimer(signal.ITIMER_REAL, 0)

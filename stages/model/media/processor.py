@@ -47,7 +47,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """Media of one modality as model inputs."""
+    """Media of one modality, pictures or clips, as model inputs."""
 
     ids: np.ndarray
     """[n] int32: ids that represent them in the prompt."""
@@ -137,14 +137,17 @@ class Processor:
 
     @property
     def most_seconds(self) -> float:
-        """Length of the longest clip that it does not cut."""
+        """Length of the longest clip that it does not cut; infinite if it reads none."""
         extractor = getattr(self._processor, "feature_extractor", None)
         if extractor is None:
             return math.inf
-        return getattr(self._processor, "max_audio_len", extractor.chunk_length)
+        window = extractor.chunk_length
+        most = getattr(self._processor, "max_audio_len", window)  # GlmAsr's has several windows
+        return most // window * window
 
     def open(self, modality: str, content: bytes) -> Any:
-        """Return a decoded picture, or a clip at the rate that the model hears; both checked."""
+        """Return a decoded picture, or a clip's samples at the rate that the model hears. `content`
+        must have been checked."""
         if modality == "image":
             return open_image(content)
         return open_clip(content, self._processor.feature_extractor.sampling_rate)[0]
@@ -158,7 +161,7 @@ class Processor:
         opened = [self.open(modality, content) for content in contents]
         if modality == "image":
             calls = [{"text": [token * len(opened)], "images": [opened], "return_tensors": "np"}]
-        else:  # some processors take only one clip for each text, and give only tensors
+        else:  # GlmAsr's takes one clip for each text, and gives only tensors
             rate = self._processor.feature_extractor.sampling_rate
             about = {"text": [token], "sampling_rate": rate, "return_tensors": "pt"}
             calls = [{**about, "audio": [clip]} for clip in opened]

@@ -12,7 +12,7 @@ from quiver.stages.core.store import Store
 from quiver.stages.generate.config import Config
 from quiver.stages.generate.prompts import media_of, most_media
 from quiver.stages.model.loading import load_model
-from tests import sight, tiny
+from tests import sight, sound, tiny
 
 ROWS = [
     {"prompt": "What is seven", "images": ["0.png"]},
@@ -88,6 +88,14 @@ def test_vllm_gives_the_models_own_logprobs(tmp_path):
     store = sight.make_prompts(tmp_path, ROWS)
     rollouts = run_stage("generate", {**sight.GENERATE, "engine": "vllm"}, store, **sight.REFS)
     assert gap_to_own_logprobs(store, str(rollouts)) < 1e-4
+
+
+def test_vllm_reads_no_clips(tmp_path):
+    """It could not load the next policy either, as transformers saves it."""
+    store = sound.make_prompts(tmp_path, [{"prompt": "one", "audio": ["0.flac"]}])
+    with pytest.raises(ConfigError, match="cannot load a policy that hears"):
+        config = {**sight.GENERATE, "engine": "vllm"}
+        run_stage("generate", config, store, in_process=True, **sound.REFS)
 
 
 def test_a_policy_that_sees_nothing_does_not_answer_pictures(store):

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from transformers import AutoModelForMultimodalLM
 
 from quiver.flows.cli import versions
@@ -19,6 +20,7 @@ from quiver.stages.turns.reenact import reenact
 from tests import episodes, sight, sound
 from tests.shown import OPTIMIZE
 from tests.stages.optimize.test_images_observed import SAMPLING
+from tests.stages.prompt.test_images import encoded
 from tests.tiny import make_policy
 from tests.writing import run_here
 
@@ -184,14 +186,14 @@ def test_a_branch_plays_on_from_what_was_heard_before(saved):
             {},
             {"max_audio_seconds": 0.3},
             "environment_error",
-            "its clip 2 is longer than the 0.3 seconds that are read",
+            "its clip 2 is longer than the 0.3 seconds that are read (prompt.max_audio_seconds)",
         ),
         (
             {},
             {},
             {"max_audio_bytes": 9_000},
             "environment_error",
-            "bytes, at most 9,000 are read",
+            "bytes, at most 9,000 are read (prompt.max_audio_bytes)",
         ),
         ({"[self.clip()": "[b'no clip'"}, {}, {}, "environment_error", "is not a clip of type WAV"),
         ({"[self.clip()": "['a path'"}, {}, {}, "environment_error", "a clip is str, expected"),
@@ -243,6 +245,17 @@ def test_people_hear_what_was_played(saved, capsys):
     assert "clip        FLAC, 0.4 s" in shown, "of the row"
     assert "clip        WAV, 0.25 s" in shown, "of the opening"
     assert "clip        WAV, 0.3 s" in shown, "of the first answer"
+
+
+@pytest.mark.parametrize(
+    ("modality", "content"),
+    [
+        *(("audio", sound.stored(sound.noise(0, 0.1), kind)) for kind in ("WAV", "FLAC", "MP3")),
+        *(("image", encoded(Image.new("RGB", (8, 8)), kind)) for kind in ("PNG", "JPEG", "WEBP")),
+    ],
+)
+def test_bytes_of_a_tool_are_told_apart(modality, content):
+    assert files_in([read_answer(content)]) == {modality: [content]}
 
 
 def test_what_a_tool_may_return():

@@ -130,8 +130,8 @@ def corrupt() -> bytes:
 
 HOSTILE = {
     "is no EXIF": (encoded(SMALL, exif=b"Exif\0\0nothing of the kind"), "cannot be decoded"),
-    "bomb": (BOMB, "has 5000 × 5000 pixels, at most 1,000,000 are read"),
-    "large": (sight.png(0, (200, 200)), "bytes, at most 50,000 are read"),
+    "bomb": (BOMB, "has 5000 × 5000 pixels, at most 1,000,000 are read (a key)"),
+    "large": (sight.png(0, (200, 200)), "at most 50,000 are read (prompt.max_image_bytes)"),
     "empty": (b"", "is not a picture of type PNG, JPEG, WEBP"),
     "text": (b"<svg/>", "is not a picture of type PNG, JPEG, WEBP"),
     "gif": (encoded(SMALL, "GIF"), "is not a picture of type PNG, JPEG, WEBP"),
@@ -145,13 +145,13 @@ HOSTILE = {
 
 
 def test_hostile_pictures_are_refused():
-    with closing(FileCheck({"image": Limits(1_000_000, 50_000)})) as check:
+    with closing(FileCheck({"image": Limits(1_000_000, "a key", 50_000)})) as check:
         for name, (content, message) in HOSTILE.items():
             with pytest.raises(ConfigError) as caught:
                 check.require("image", name, content)
             assert caught.value.object == name and message in caught.value.message
     with (
-        closing(FileCheck({"image": Limits(10**9, seconds=0.001)})) as check,
+        closing(FileCheck({"image": Limits(10**9, "a key", decode_seconds=0.001)})) as check,
         pytest.raises(ConfigError, match=r"was not decoded within 0\.001 seconds"),
     ):
         check.require("image", "slow", BOMB)
@@ -447,7 +447,7 @@ def test_a_processor_that_can_not_be_loaded_here_is_refused_at_import(store, tmp
 )
 def test_pixels_become_eight_bits_of_three_colours(pixels, seen):
     content = encoded(Image.fromarray(pixels))
-    with closing(FileCheck({"image": Limits(4096**2)})) as check:
+    with closing(FileCheck({"image": Limits(4096**2, "a key")})) as check:
         check.require("image", "picture", content)
     assert np.asarray(open_image(content)).tolist() == [[[grey] * 3 for grey in seen]]
 
@@ -462,7 +462,7 @@ def test_of_a_jpeg_with_a_second_frame_the_first_is_read():
     """As phones write them, with a preview or a depth map behind."""
     picture = Image.new("RGB", (16, 8), "red")
     content = encoded(picture, "MPO", save_all=True, append_images=[SMALL])
-    with closing(FileCheck({"image": Limits(4096**2)})) as check:
+    with closing(FileCheck({"image": Limits(4096**2, "a key")})) as check:
         check.require("image", "picture", content)
     seen = open_image(content)
     assert seen.size == (16, 8) and seen.getpixel((0, 0)) == (254, 0, 0)
@@ -472,7 +472,9 @@ def test_files_are_read_up_to_the_limit_of_the_recipe(tmp_path):
     content = b"x" * (9 * 1024**2)
     (tmp_path / "large.png").write_bytes(content)
     assert cell_of(tmp_path, "large.png") == [{"bytes": content, "path": "large.png"}]
-    with pytest.raises(ConfigError, match="has 9,437,184 bytes, at most 9,000,000 are read"):
+    with pytest.raises(
+        ConfigError, match=r"at most 9,000,000 are read \(prompt\.max_image_bytes\)"
+    ):
         cell_of(tmp_path, "large.png", max_image_bytes=9_000_000)
 
 

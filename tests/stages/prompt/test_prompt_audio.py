@@ -10,13 +10,14 @@ import datasets
 import numpy as np
 import pytest
 import soundfile
+from transformers import GlmAsrProcessor, WhisperFeatureExtractor
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 from quiver.stages.model.media.checking import FileCheck, Limits
 from quiver.stages.model.media.decoder import open_clip, try_clip
-from quiver.stages.model.media.processor import load_processor
+from quiver.stages.model.media.processor import Processor, load_processor
 from quiver.stages.prompt.config import Config
 from quiver.stages.prompt.media import read_cell
 from tests import sight, sound
@@ -99,8 +100,11 @@ HOSTILE = {
     "empty": (b"", "is not a clip of type WAV, FLAC, MP3"),
     "text": (b"RIFF and no more", "is not a clip of type WAV, FLAC, MP3"),
     "ogg": (encoded(SECOND, "OGG"), "is not a clip of type WAV, FLAC, MP3, but OGG"),
-    "long": (encoded(np.zeros(sound.RATE * 40, np.float32), "FLAC"), "longer than the 30 seconds"),
-    "large": (encoded(sound.noise(0, 20.0)), "bytes, at most 500,000 are read"),
+    "long": (
+        encoded(np.zeros(sound.RATE * 40, np.float32), "FLAC"),
+        "longer than the 30 seconds that are read (a key)",
+    ),
+    "large": (encoded(sound.noise(0, 20.0)), "at most 500,000 are read (prompt.max_audio_bytes)"),
     "no samples": (encoded(SECOND[:0]), "has no samples"),
     "channels": (encoded(np.zeros((8, 3), np.float32)), "has 3 channels at 16,000 Hz"),
     "rate": (encoded(SECOND[:99], rate=500_000), "1 channels at 500,000 Hz"),
@@ -117,8 +121,23 @@ def with_number(content: bytes, at: int, number: int, kind: str) -> bytes:
     return content[:at] + field + content[at + len(field) :]
 
 
+KILOBITS = (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320)
+
+
+def with_padded_frames(content: bytes) -> bytes:
+    """An MP3 at 44,100 Hz whose frames are a byte longer, and say so."""
+    frames = []
+    while content:
+        size = 144_000 * KILOBITS[content[2] >> 4] // 44_100
+        frames.append(content[:2] + bytes([content[2] | 2]) + content[3:size] + b"\0")
+        content = content[size:]
+    return b"".join(frames)
+
+
 WAV = encoded(SECOND)
 DATA = WAV.index(b"data") + 4
+ODD_WAV = WAV[: DATA - 4] + b"note\3\0\0\0abc\0" + WAV[DATA - 4 :]
+"""With a chunk of three bytes, and one that fills it up, before the samples."""
 FLAC = encoded(SECOND, "FLAC")
 MP3 = encoded(SECOND, "MP3")
 FRAMES = MP3.index(b"Xing") + 8
@@ -128,6 +147,7 @@ UNTAGGED = VBR[VBR.index(VBR[:2], 8) :]
 """Without its first frame, which holds the number of frames."""
 NOT_WHOLE = {
     "half a WAV": (WAV[: len(WAV) // 2], "is cut: its header says 32,000 bytes of samples"),
+    "half a WAV with an odd chunk": (ODD_WAV[:9000], "is cut: its header says 32,000 bytes"),
     "WAV of 2^31": (with_number(WAV, DATA, 2**31, "<I"), "is cut: its header says 2,147,483,648"),
     "half a FLAC": (FLAC[: len(FLAC) // 2], "is cut or damaged"),
     "FLAC of too few": (with_number(FLAC, 22, 2000, ">I"), "other samples than its header says"),
@@ -146,7 +166,7 @@ NOT_WHOLE = {
 def test_clips_that_would_be_heard_in_part_are_refused(name):
     content, message = NOT_WHOLE[name]
     with pytest.raises(ValueError) as caught:
-        try_clip(content, 30)
+        try_clip(content, 30, "a key")
     assert message in str(caught.value)
 
 
@@ -157,6 +177,9 @@ WHOLE = {
     "FLAC behind ID3": ID3 + FLAC,
     "MP3 behind ID3, before ID3v1": ID3 + MP3 + b"TAG" + b"\0" * 125,
     "MP3 behind two ID3": ID3 + ID3 + MP3,
+    "MP3 of padded frames": with_padded_frames(encoded(sound.noise(8, 1.0, 44_100), "MP3", 44_100)),
+    "WAV with an odd chunk": ODD_WAV,
+    "WAV of several blocks": encoded(sound.noise(8, 1.0, 192_000), rate=192_000),
     **{f"FLAC {depth}": encoded(SECOND, "FLAC", subtype=depth) for depth in ("PCM_S8", "PCM_24")},
     "stereo": encoded(np.stack([SECOND, SECOND], 1), "FLAC"),
     "stereo MP3": encoded(np.stack([SECOND, SECOND], 1), "MP3"),
@@ -170,13 +193,13 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_clips_are_heard_to_their_end(name):
-    try_clip(WHOLE[name], 30)
+    try_clip(WHOLE[name], 30, "a key")
     samples, rate = open_clip(WHOLE[name])
     assert len(samples) / rate == pytest.approx(1.0, abs=0.01)
 
 
 def test_hostile_clips_are_refused():
-    with closing(FileCheck({"audio": Limits(30, 500_000)})) as check:
+    with closing(FileCheck({"audio": Limits(30, "a key", 500_000)})) as check:
         for name, (content, message) in HOSTILE.items():
             with pytest.raises(ConfigError) as caught:
                 check.require("audio", name, content)
@@ -184,10 +207,17 @@ def test_hostile_clips_are_refused():
         check.require("audio", "good", encoded(SECOND))
     slow = encoded(np.zeros(sound.RATE * 3000, np.float32), "FLAC")
     with (
-        closing(FileCheck({"audio": Limits(10**6, seconds=0.001)})) as check,
-        pytest.raises(ConfigError, match=r"was not decoded within 0\.001 seconds"),
+        closing(FileCheck({"audio": Limits(10**6, "a key", decode_seconds=0.001)})) as check,
+        pytest.raises(
+            ConfigError, match=r"was not decoded within 0\.001 seconds \(prompt\.decode_seconds"
+        ),
     ):
         check.require("audio", "slow", slow)
+
+
+def test_a_clip_at_its_limits_is_read():
+    with closing(FileCheck({"audio": Limits(1.0, "a key", len(WAV))})) as check:
+        check.require("audio", "a second", WAV)
 
 
 @pytest.mark.parametrize("rate", [8_000, 16_000, 44_100, 48_000])
@@ -196,7 +226,7 @@ def test_a_clip_is_heard_at_the_rate_of_the_model(kind, rate):
     """Half a second of whole periods of a tone, on the left; the right is silent."""
     tone = 0.5 * np.sin(2 * np.pi * 1000 * np.arange(rate // 2) / rate)
     content = encoded(np.stack([tone, np.zeros_like(tone)], 1), kind, rate)
-    with closing(FileCheck({"audio": Limits(1)})) as check:
+    with closing(FileCheck({"audio": Limits(1, "a key")})) as check:
         check.require("audio", "tone", content)
     samples, _ = open_clip(content, sound.RATE)
     assert samples.dtype == np.float32
@@ -208,6 +238,7 @@ def test_a_clip_is_heard_at_the_rate_of_the_model(kind, rate):
     np.testing.assert_allclose(samples, expected, atol=2e-4)
     own, own_rate = open_clip(content)
     assert own_rate == rate and len(own) == rate // 2
+    assert open_clip(content, sound.RATE)[1] == sound.RATE
 
 
 def test_a_clip_that_the_policy_would_cut_is_refused(store, tmp_path):
@@ -215,6 +246,7 @@ def test_a_clip_that_the_policy_would_cut_is_refused(store, tmp_path):
     with pytest.raises(ConfigError, match="clip 1: is longer than the 2 seconds") as refusal:
         render(store, tmp_path, [{"prompt": "one", "audio": "long.wav"}], prompt="prompt")
     assert "row 1 of" in refusal.value.object
+    assert refusal.value.message.endswith("(the policy hears no more)")
 
 
 def test_a_clip_too_short_for_a_feature_is_refused(store, tmp_path):
@@ -269,6 +301,23 @@ def test_the_processor_is_transformers_own(store):
     for name, array in seen.inputs.items():
         assert np.array_equal(array, own[name].numpy())
     assert soundfile.info(io.BytesIO(sound.CLIPS[1])).samplerate == sound.RATE
+
+
+def test_a_clip_of_another_rate_has_the_features_of_its_length(store):
+    processor = load_processor(store.open(POLICY), "audio")
+    content = encoded(sound.noise(3, 0.5, 8_000), rate=8_000)
+    assert len(processor.read("audio", content).ids) == features(0.5)
+
+
+def test_a_clip_fills_whole_windows_at_most():
+    """GlmAsr's processor leaves out what is in no whole window, here of two seconds."""
+    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=2, return_attention_mask=True)
+    own = GlmAsrProcessor(extractor, TOKENS, max_audio_len=5, audio_token="<image>")
+    processor = Processor(own, "hears")
+    clips = [encoded(sound.noise(0, seconds)) for seconds in (3.0, 4.0, 5.0)]
+    lengths = [len(processor.read("audio", clip).ids) for clip in clips]
+    assert lengths == [37, 50, 50]  # of 100 frames a second each eighth
+    assert processor.most_seconds == 4
 
 
 def test_a_placeholder_among_ids_needs_a_clip(store, tmp_path):

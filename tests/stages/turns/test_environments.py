@@ -497,6 +497,7 @@ def test_samples_of_a_clip_are_heard_as_they_are(samples):
         (np.where(TONE > 0.4, np.nan, TONE), 16_000, "samples that are no finite numbers"),
         (np.where(TONE > 0.4, np.inf, TONE), 16_000, "samples that are no finite numbers"),
         (TONE * 32767, 16_000, "samples up to 163"),
+        (np.where(np.arange(len(TONE)) < 20, -1.5, TONE), 16_000, "samples up to 1.5"),
         (TONE[None], 16_000, r"samples of shape \(1, 1600\)"),
         (np.stack([TONE, TONE]), 16_000, r"samples of shape \(2, 1600\)"),
         (TONE[0], 16_000, r"samples of shape \(\)"),
