@@ -34,6 +34,7 @@ from quiver.schemas.outside import Message
 from quiver.schemas.prompts import MESSAGES, MESSAGES_WITH_MORE, most_media
 from quiver.stages.core.files import replacing, storage_errors
 from quiver.stages.core.store import Store
+from quiver.stages.generate.options import Sampling
 from quiver.stages.model import checkpoints
 from quiver.stages.model.chat.generation_prompt import prefill
 from quiver.stages.turns.saved import messages_of_turn, text_before_calls
@@ -86,6 +87,8 @@ class Exported:
     """What was written."""
 
     ref: str
+    sampling: dict[str, Any]
+    """How the rollouts were sampled, as `quiver import` needs it."""
     rows: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     """Number of rollouts, or of pairs, by the reason."""
@@ -128,7 +131,12 @@ class _Exporter:
         self.options = options
         self.joined = open_joined(store, ref)
         self.rollouts = self.joined.rollouts.version
-        self.exported = Exported(str(self.rollouts.ref))
+        sampling = dict(self.rollouts.manifest.config_section("sampling"))
+        # the limit of an episode; that of `sampling` is a turn's
+        sampling |= self.rollouts.manifest.config_section("turns")
+        names = Sampling.model_fields.keys() & sampling.keys()
+        sampling = {name: sampling[name] for name in names if sampling[name] is not None}
+        self.exported = Exported(str(self.rollouts.ref), sampling)
         self.has_turns = self.joined.has_turns
         self._before_calls = text_before_calls(store, self.rollouts)
         if "prompts" not in self.joined.shards:
@@ -328,17 +336,17 @@ class _Exporter:
         columns["messages"] = _messages(rows)
         if "tools" in columns:
             columns["tools"] = _as_json(rows["tools"].combine_chunks())
-        earned = columns.pop("turn_rewards", None)
         if "reward" in columns:  # an import refuses rewards of failed rollouts
             is_failed = pc.equal(rows["finish_reason"], "abort")
             columns["reward"] = pc.if_else(is_failed, None, rows["reward"])
         if self.has_turns:
             turns = rows["turns"].combine_chunks()
             numbers = np.full(len(turns.flatten()), np.nan, np.float32)
-            if earned is not None:
-                is_scored = np.repeat(columns["reward"].is_valid(), pc.list_value_length(turns))
-                known = earned.filter(columns["reward"].is_valid()).combine_chunks()
-                numbers[is_scored] = known.flatten().to_numpy(zero_copy_only=False)
+            if "turn_rewards" in columns:
+                is_scored = np.array(columns["reward"].is_valid())
+                known = columns.pop("turn_rewards").filter(pa.array(is_scored)).combine_chunks()
+                lengths = pc.list_value_length(turns).to_numpy()
+                numbers[np.repeat(is_scored, lengths)] = np.array(known.flatten(), np.float32)
             columns["turns"] = _with_json(turns, reward=pa.array(numbers, from_pandas=True))
         return pa.table(columns)
 
