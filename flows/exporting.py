@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import islice
@@ -34,12 +33,13 @@ from quiver.schemas.outside import Message
 from quiver.schemas.prompts import MESSAGES, MESSAGES_WITH_MORE, most_media
 from quiver.stages.core.files import replacing, storage_errors
 from quiver.stages.core.store import Store
-from quiver.stages.generate.options import Sampling
 from quiver.stages.model import checkpoints
 from quiver.stages.model.chat.generation_prompt import prefill
 from quiver.stages.turns.saved import messages_of_turn, text_before_calls
 from quiver.stages.turns.statistics import sum_of_each
 
+PAIRED = ("dpo", "reward")
+"""Formats of pairs."""
 _ROWS_AT_ONCE = 512
 _MOST_TOKENISED = 1000
 """Answers whose text is tokenised again, to count those that become other ids."""
@@ -131,11 +131,12 @@ class _Exporter:
         self.options = options
         self.joined = open_joined(store, ref)
         self.rollouts = self.joined.rollouts.version
-        sampling = dict(self.rollouts.manifest.config_section("sampling"))
-        # the limit of an episode; that of `sampling` is a turn's
-        sampling |= self.rollouts.manifest.config_section("turns")
-        names = Sampling.model_fields.keys() & sampling.keys()
-        sampling = {name: sampling[name] for name in names if sampling[name] is not None}
+        manifest = self.rollouts.manifest
+        sampling = dict(manifest.config_section("sampling"))
+        turns = manifest.config_section("turns")
+        if turns:  # the limit in `sampling` is for one turn
+            sampling["max_tokens"] = turns.get("max_tokens")
+        sampling = {name: value for name, value in sampling.items() if value is not None}
         self.exported = Exported(str(self.rollouts.ref), sampling)
         self.has_turns = self.joined.has_turns
         self._before_calls = text_before_calls(store, self.rollouts)
@@ -143,7 +144,7 @@ class _Exporter:
             raise self._refusal("its prompts are gone", "name other rollouts")
         prompts = self.joined.shards["prompts"].version
         table = prompts.table()
-        is_of_media = self.rollouts.manifest.kind_schema in ("rollouts/3", "rollouts/4")
+        is_of_media = manifest.kind_schema in ("rollouts/3", "rollouts/4")
         if is_of_media or most_media(table):
             raise self._refusal(
                 "has pictures or clips, which an export cannot hold",
@@ -164,23 +165,16 @@ class _Exporter:
         """Yield the rows of the format, some at a time."""
         name = self.options.format
         positions = self._chosen()
-        if name in ("dpo", "reward"):
-            for chosen, rejected in self._pairs(positions):
-                yield self._dialogues(chosen=chosen, rejected=rejected)
-            return
-        if name == "kto":
-            positions = self._with_label(positions)
+        if name in PAIRED:
+            positions = self._pairs(positions)
+        elif name == "kto":
+            positions = positions[self._are_apart(np.abs(self._gains[positions]))]
         elif name == "verl":
             _, first = np.unique(self._groups[positions], return_index=True)
             positions = positions[first]
-        for start in range(0, len(positions), _ROWS_AT_ONCE):
-            rows = positions[start : start + _ROWS_AT_ONCE]
-            if name == "trajectories":
-                yield self._lines(rows)
-            elif name == "verl":
-                yield self._questions(rows)
-            else:
-                yield self._dialogues(completion=rows)
+        makers = {"trajectories": self._lines, "verl": self._questions}
+        for start in range(0, positions.shape[-1], _ROWS_AT_ONCE):
+            yield makers.get(name, self._dialogues)(positions[..., start : start + _ROWS_AT_ONCE])
 
     # -- which rollouts
 
@@ -222,30 +216,24 @@ class _Exporter:
         groups = self.joined.groups()["group_id"].combine_chunks()
         return np.array(pc.index_in(self.joined.rollouts.column("group_id"), value_set=groups))
 
-    def _pairs(self, positions: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield [2, pairs] positions: better answers, and worse ones to the same prompt."""
+    def _pairs(self, positions: np.ndarray) -> np.ndarray:
+        """Return [2, pairs] positions: better answers, and worse ones to the same prompt."""
+        if not len(positions):
+            return np.zeros((2, 0), int)
         scores = self._scores[positions]
         groups = self._groups[positions]
         order = np.lexsort((scores, groups))
         ends = np.flatnonzero(np.diff(groups[order])) + 1
         every_pair = cache(lambda count: np.triu_indices(count, 1))
-        waiting = [np.zeros((2, 0), np.int64)]
+        pairs = []
         for answers in np.split(order, ends):
             worse, better = [0], [-1]
             if self.options.pairs == "all":
                 worse, better = every_pair(len(answers))
-            pairs = np.stack([answers[better], answers[worse]])
-            gaps = scores[pairs[0]] - scores[pairs[1]]
-            pairs = pairs[:, self._are_apart(gaps)]
-            waiting.append(positions[pairs])
-            if len(waiting) == _ROWS_AT_ONCE:
-                waiting = [np.concatenate(waiting, axis=1)]
-                yield waiting.pop()
-        yield np.concatenate(waiting, axis=1)
-
-    def _with_label(self, positions: np.ndarray) -> np.ndarray:
-        """Return the positions of scores that are above or below the mean of their prompt."""
-        return positions[self._are_apart(np.abs(self._gains[positions]))]
+            pairs.append(np.stack([answers[better], answers[worse]]))
+        better, worse = np.concatenate(pairs, axis=1)
+        is_apart = self._are_apart(scores[better] - scores[worse])
+        return positions[np.stack([better, worse])[:, is_apart]]
 
     @cached_property
     def _gains(self) -> np.ndarray:
@@ -261,23 +249,24 @@ class _Exporter:
 
     # -- tables of some rows
 
-    def _dialogues(self, **answers: np.ndarray) -> pa.Table:
+    def _dialogues(self, positions: np.ndarray) -> pa.Table:
         """Return prompts and answers as TRL's trainers read them.
 
         Args:
-            answers: positions of the answers to the same prompts, by column.
+            positions: [rows], or [2, rows] of answers to the same prompts.
         """
+        names = ("chosen", "rejected") if positions.ndim == 2 else ("completion",)
         columns: dict[str, Any] = {}
-        for name, positions in answers.items():
-            rows = self.joined.table(positions).combine_chunks()
+        for name, places in zip(names, np.atleast_2d(positions), strict=True):
+            rows = self.joined.table(places).combine_chunks()
             columns["prompt"] = _messages(rows) if self.is_chat else rows["prompt_text"]
             columns[name] = self._answers(rows)
             if self.options.ids:
                 columns |= self._ids(name, rows)
             if "tools" in rows.column_names:
                 columns["tools"] = rows["tools"]
-            if self.options.format == "kto":
-                columns["label"] = pa.array(self._gains[positions] > 0)
+        if self.options.format == "kto":
+            columns["label"] = pa.array(self._gains[positions] > 0)
         return pa.table(columns)
 
     def _answers(self, rows: pa.Table) -> pa.Array | pa.ChunkedArray:
@@ -310,22 +299,18 @@ class _Exporter:
             beginnings.append(prefill(text, start) or "")
         return beginnings
 
-    def _ids(self, name: str, rows: pa.Table) -> dict[str, pa.Array]:
+    def _ids(self, name: str, rows: pa.Table) -> dict[str, Any]:
         """Return columns with the ids of prompts and answers, under TRL's names."""
         prompts = rows["prompt_ids"].combine_chunks()
         answers = rows["completion_ids"].combine_chunks()
         if self.options.format in ("dpo", "kto"):
             return {"prompt_ids": prompts, f"{name}_ids": answers}
-        lengths = [pc.list_value_length(lists).to_numpy() for lists in (prompts, answers)]
-        numbers = [np.repeat(np.arange(len(rows)), each) for each in lengths]
-        order = np.argsort(np.concatenate(numbers), kind="stable")
-        ids = pa.concat_arrays([prompts.flatten(), answers.flatten()]).take(order)
-        offsets = np.append(0, np.cumsum(sum(lengths))).astype(np.int32)
-        both = pa.ListArray.from_arrays(offsets, ids)
+        pairs = list(zip(_arrays(prompts), _arrays(answers), strict=True))
+        both = [np.concatenate(pair) for pair in pairs]
         if self.options.format == "reward":
             return {f"{name}_ids": both}
-        is_sampled = order >= len(numbers[0])
-        return {"input_ids": both, "completion_mask": lists_like(both, is_sampled.astype(np.int8))}
+        masks = [np.repeat([0, 1], [len(ids) for ids in pair]) for pair in pairs]
+        return {"input_ids": both, "completion_mask": masks}
 
     def _lines(self, positions: np.ndarray) -> pa.Table:
         """Return trajectories (see `stages/turns/trajectories.py`)."""
@@ -364,10 +349,9 @@ class _Exporter:
                     next="name the source's columns messages and answer",
                 )
             text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
-            own = fields["columns"]
             question = {
-                "data_source": str(own.get("data_source") or self.rollouts.ref.run),
-                "ability": str(own.get("ability") or ""),
+                "data_source": fields["columns"].get("data_source", self.rollouts.ref.run),
+                "ability": fields["columns"].get("ability", ""),
                 "reward_model": {"style": "rule", "ground_truth": text},
                 "extra_info": {"index": row["group_id"]},
             }
@@ -381,13 +365,11 @@ class _Exporter:
         manifest = self.rollouts.manifest
         try:
             policy = self.joined.store.open(manifest.require_model("policy").ref)
-        except LineageError:  # the policy is gone
+            ends = checkpoints.end_token_ids(policy)
+        except (LineageError, ConfigError):  # the policy is gone, or names no end token
             return
         tokenizer = checkpoints.load_tokenizer(policy)
-        stops = manifest.config_section("sampling").get("stop_token_ids", ())
-        without_text = {tokenizer.eos_token_id, *stops}
-        with suppress(ConfigError):  # the model names no end token
-            without_text.update(checkpoints.end_token_ids(policy))
+        without_text = {*ends, *manifest.config_section("sampling").get("stop_token_ids", ())}
         some = self.joined.table(positions[:: 1 + len(positions) // _MOST_TOKENISED])
         for row in some.to_pylist():
             ids = iter(row["completion_ids"])
@@ -401,6 +383,12 @@ class _Exporter:
                 is_other |= again[len(again) - len(written) :] != written
             self.exported.tokenised += 1
             self.exported.other_ids += is_other
+
+
+def _arrays(lists: pa.ListArray) -> list[np.ndarray]:
+    """Return each list as an array."""
+    ends = np.cumsum(pc.list_value_length(lists))
+    return np.split(lists.flatten().to_numpy(), ends[:-1])
 
 
 def _as_json(texts: pa.Array) -> pa.Array:

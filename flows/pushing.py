@@ -12,8 +12,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-import httpx
-
 from quiver.flows.look.shards import schema_of
 from quiver.schemas.errors import ConfigError, RemoteError, printable, reason
 from quiver.stages.core.config import parse
@@ -30,7 +28,7 @@ _OF_DATASETS = "datasets/"
 def push(store: Store, ref: str, url: str, *, public: bool = False) -> str:
     """Upload a version and return its address. Raises ConfigError or RemoteError."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
+    from huggingface_hub.errors import HTTPError
 
     version = store.open(ref)
     is_policy = version.ref.kind == "policy"
@@ -39,7 +37,7 @@ def push(store: Store, ref: str, url: str, *, public: bool = False) -> str:
     if scheme != "hf" or name.startswith(_OF_DATASETS) == is_policy:
         problem = f"a version of {version.ref.kind} is pushed to {expected}"
         raise ConfigError(f"url {printable(url)}", problem, next="correct the url")
-    operations = prepare(store, version)
+    operations = prepare(version)
     api = HfApi()
     repo = {
         "repo_id": name.removeprefix(_OF_DATASETS),
@@ -48,18 +46,16 @@ def push(store: Store, ref: str, url: str, *, public: bool = False) -> str:
     try:
         api.create_repo(**repo, private=not public, exist_ok=True)
         api.create_commit(**repo, operations=operations, commit_message=str(version.ref))
-    except HFValidationError as error:
-        raise ConfigError(f"url {printable(url)}", reason(error), next="correct the url") from None
-    except (HfHubHTTPError, httpx.HTTPError, OfflineModeIsEnabled) as error:
+    except (HTTPError, OSError, ValueError) as error:
         raise RemoteError(
             f"hub {printable(api.endpoint)}",
             reason(error),
-            next="set HF_ENDPOINT, and HF_TOKEN or `hf auth login`, then push again",
+            next=f"check {printable(url)}, HF_ENDPOINT and HF_TOKEN, then push again",
         ) from error
     return f"{api.endpoint}/{name}"
 
 
-def prepare(store: Store, version: Version) -> list[CommitOperationAdd]:
+def prepare(version: Version) -> list[CommitOperationAdd]:
     """Return what to upload: the card and the version's files. Raises CorruptError."""
     from huggingface_hub import CommitOperationAdd
 
@@ -90,9 +86,10 @@ def card(version: Version) -> str:
     for entry in manifest.inputs:
         lines.append(f"| {printable(entry.role)} | {entry.ref} | {entry.content_hash} |")
     for model in manifest.models:
-        lines.append(
-            f"| {printable(model.role)}, weights | {printable(model.ref)} | {model.weights} |"
-        )
+        for part in ("weights", "tokenizer", "template"):
+            if getattr(model, part):
+                role = f"{printable(model.role)}, {part}"
+                lines.append(f"| {role} | {printable(model.ref)} | {getattr(model, part)} |")
     # the run key's settings: they name no folder and no host that only ran the work
     config = parse(load_stage(manifest.stage).Config, manifest.config, str(version.ref))
     settings = json.dumps(config.key(), indent=2, ensure_ascii=False)

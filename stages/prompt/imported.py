@@ -66,15 +66,12 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             "tools": line.tools and json.dumps(line.tools, ensure_ascii=False),
         }
         rows.append(row)
-    members = {name for row in rows for message in row["messages"] or () for name in message}
-    is_plain = members <= {"role", "content"} and not any(row["tools"] for row in rows)
-    schema = prompts.SCHEMA if is_plain else prompts.BEYOND_TEXT
     columns = pa.array([{}] * len(rows), pa.struct([]))
     if any(line.columns for _, line in first.values()):
         table = to_table(source, ((place, line.columns) for place, line in first.values()))
         columns = table.combine_chunks().to_struct_array().combine_chunks()
-    index = schema.get_field_index("columns")
-    made = pa.Table.from_pylist(rows, schema.remove(index))
+    index = prompts.BEYOND_TEXT.get_field_index("columns")
+    made = pa.Table.from_pylist(rows, prompts.BEYOND_TEXT.remove(index))
     writer = writers["prompts"]
     writer.write_table(made.add_column(index, required("columns", columns.type), columns))
     writer.finish(status={"kept": len(rows)})

@@ -17,6 +17,7 @@ from quiver.flows.json_lines import to_lines
 from quiver.schemas.cells import json_array
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.core.store import Store
+from quiver.stages.model.chat.messages import read_messages
 from quiver.stages.model.loading import load_model
 from tests import episodes, exported
 from tests.flows.conftest import quiver
@@ -252,10 +253,11 @@ def test_imported_prompts_keep_chat_and_columns(made, tmp_path):
     theirs = Store(tmp_path / "theirs")
     policy = make_policy(theirs)
     commands.import_(path, str(policy.ref), store=str(theirs.url))
-    names = ["group_id", "messages", "prompt_text", "prompt_ids"]
     prompts = theirs.open("tiny/prompts@1").table()
-    expected = versions.prompts.table()
-    assert prompts.select(names).to_pylist() == expected.select(names).to_pylist()
+    for name in ("group_id", "prompt_text", "prompt_ids"):
+        assert prompts[name].to_pylist() == versions.prompts.table()[name].to_pylist()
+    chats = [read_messages(chat) for chat in prompts["messages"].to_pylist()]
+    assert chats == [prompt(group) for group in exported.ANSWERS]
     assert [row["answer"] for row in prompts["columns"].to_pylist()] == [0, 1, 2]
     rewards = theirs.open("tiny/rewards@1").table()["reward"].to_pylist()
     assert rewards == versions.rewards.table()["reward"].to_pylist()
