@@ -133,9 +133,8 @@ class _Exporter:
         self.rollouts = self.joined.rollouts.version
         manifest = self.rollouts.manifest
         sampling = dict(manifest.config_section("sampling"))
-        turns = manifest.config_section("turns")
-        if turns:  # the limit in `sampling` is for one turn
-            sampling["max_tokens"] = turns.get("max_tokens")
+        if self.joined.has_turns:  # the limit in `sampling` is for one turn
+            sampling["max_tokens"] = manifest.config_section("turns").get("max_tokens")
         sampling = {name: value for name, value in sampling.items() if value is not None}
         self.exported = Exported(str(self.rollouts.ref), sampling)
         self.has_turns = self.joined.has_turns
@@ -156,7 +155,7 @@ class _Exporter:
         is_dialogue = options.format not in ("trajectories", "verl")
         if is_dialogue and self.has_turns and (options.ids or not self.is_chat):
             problem = "has turns, whose ids, and texts without messages, only trajectories hold"
-            raise self._refusal(problem, "--as trajectories")
+            raise self._refusal(problem, "take --as trajectories")
 
     def _refusal(self, problem: str, advice: str) -> LineageError:
         return LineageError(self.exported.ref, problem, next=advice)
@@ -186,7 +185,10 @@ class _Exporter:
         if options.format in ("trajectories", "verl"):
             return np.flatnonzero(chosen)
         reasons = self.joined.rollouts.column("finish_reason")
-        checks = {"failed": np.array(pc.equal(reasons, "abort"))}
+        checks = {
+            "failed": np.array(pc.equal(reasons, "abort")),
+            "without a prompt": self.joined.places("prompts") < 0,
+        }
         if options.cut == "leave-out":
             checks["cut"] = np.array(pc.equal(reasons, "length"))
         if self.has_turns:
@@ -207,7 +209,9 @@ class _Exporter:
     def _scores(self) -> np.ndarray:
         """[rollouts] float64: the score or reward; NaN without one."""
         if not self.joined.score_name:
-            raise self._refusal("has no rewards", "quiver reward RECIPE --rollouts REF")
+            raise self._refusal(
+                "has no rewards", f"quiver reward RECIPE --rollouts {self.rollouts.ref}"
+            )
         return self.joined.number(self.joined.score_name)
 
     @cached_property

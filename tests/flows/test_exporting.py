@@ -226,7 +226,9 @@ def test_imported_trajectories_have_the_same_losses(tmp_path, monkeypatch, of_tu
     )
     answer = quiver(tmp_path, *named)
     words = answer["import"].split(" import ")[1]
-    assert f"--policy {policy.ref}" in words and answer["sampling"] == {"max_tokens": 40}
+    assert f"--policy {policy.ref}" in words and answer["sampling"] == (
+        {} if of_turns else {"max_tokens": 40}
+    )
     commands.import_(Path("all.jsonl"), str(policy.ref), into="back", settings=[f"sampling={json.dumps(answer['sampling'])}"], store="store")  # fmt: skip
     back = store.open("back/rollouts@1"), store.open("back/rewards@1")
     assert back[1].manifest.kind_schema == rewards.manifest.kind_schema
@@ -271,7 +273,7 @@ def test_imported_prompts_keep_chat_and_columns(made, tmp_path):
         (["--as", "sft", "--min-gap", "0.5"], "--min-gap"),
         (["--as", "kto", "--pairs", "all"], "--pairs"),
         (["--as", "verl", "--ids"], "--ids"),
-        (["--as", "dpo", "--min-gap", "2"], "2 without a difference"),
+        (["--as", "dpo", "--min-gap", "2"], "3 without a difference"),
     ],
 )
 def test_what_cannot_be_written_is_refused(made, tmp_path, words, said):
