@@ -13,6 +13,9 @@ import json
 import pyarrow as pa
 import pyarrow.compute as pc
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
+"""Encodes any other cell; a date becomes its text."""
+
 
 def to_lines(table: pa.Table) -> bytes:
     """Return a table as one JSON object per row, in UTF-8."""
@@ -44,7 +47,7 @@ def json_texts(column: pa.Array) -> pa.Array:
         without_comma = pc.binary_replace_slice(text, start=0, stop=1, replacement="")
         return _framed("{", without_comma, "}", column)
     cells = column.to_pylist()
-    texts = [None if cell is None else _dumped(cell) for cell in cells]
+    texts = [None if cell is None else _ENCODER.encode(cell) for cell in cells]
     return pa.array(texts, pa.string())
 
 
@@ -58,8 +61,3 @@ def lists_like(column: pa.ListArray, values: pa.Array) -> pa.ListArray:
 def _framed(before: str, texts: pa.Array, after: str, column: pa.Array) -> pa.Array:
     framed = pc.binary_join_element_wise(before, texts, after, "")
     return pc.if_else(column.is_valid(), framed, None)
-
-
-def _dumped(cell: object) -> str:
-    """Return any other cell as JSON text; a date is its text."""
-    return json.dumps(cell, ensure_ascii=False, default=str)
