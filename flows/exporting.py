@@ -116,7 +116,7 @@ def export(store: Store, ref: str, path: Path, options: Options) -> Exported:
                 writer = pyarrow.parquet.ParquetWriter(sink, table.schema)
             writer.write_table(table)
         if not exported.rows:
-            counts = ", ".join(f"{count} {why}" for why, count in exported.left_out.items())
+            counts = ", ".join(f"{count} {why}" for why, count in (+exported.left_out).items())
             problem = f"nothing is left to write; left out: {counts}"
             raise ConfigError(exported.ref, problem, next="ask for less")
         if writer is not None:

@@ -60,8 +60,9 @@ def test_pairs_are_the_best_and_the_worst_answer_to_each_prompt(made, tmp_path):
         {"prompt": prompt("q0"), "chosen": ASSISTANT["12"], "rejected": ASSISTANT["no"]},
         {"prompt": prompt("q2"), "chosen": ASSISTANT["it is 3"], "rejected": ASSISTANT["four"]},
     ]
-    left_out = {"failed": 1, "without a score": 1, "without a difference": 1}
-    assert (answer["rows"], answer["left_out"]) == (2, left_out)
+    left_out = {why: count for why, count in answer["left_out"].items() if count}
+    assert left_out == {"failed": 1, "without a score": 1, "without a difference": 1}
+    assert answer["rows"] == 2
     assert (answer["tokenised"], answer["other_ids"]) == (10, 0)
 
 
