@@ -72,8 +72,8 @@ def export(
     if format == "trajectories":
         manifest = opened.open(done.ref).manifest
         words = [program(), "import", str(out), "--policy", manifest.require_model("policy").ref]
-        sampling = f"sampling={json.dumps(done.sampling)}"
-        answer["import"] = shlex.join([*words, *set_options([sampling])])
+        words += set_options([f"sampling={json.dumps(done.sampling)}"])
+        answer["import"] = shlex.join([*words, *(["--store", store] if store else [])])
         lines.append(f"to import it: {answer['import']}")
     say(answer, lines)
 
