@@ -11,6 +11,7 @@ MODULES = {
     "prompt": "quiver.stages.prompt.stage",
     "generate": "quiver.stages.generate.stage",
     "branch": "quiver.stages.turns.branch",
+    "imported_prompts": "quiver.stages.prompt.imported",
     "imported": "quiver.stages.generate.imported",
     "subset": "quiver.stages.generate.subset",
     "imported_rewards": "quiver.stages.reward.imported",

@@ -113,7 +113,7 @@ def import_(
     prompts: Annotated[
         str | None,
         typer.Option(
-            help="run/prompts@version that they answer, by group_id",
+            help="run/prompts@version that they answer, by group_id; default: made from the lines",
             autocompletion=completion.references,
         ),
     ] = None,
@@ -135,11 +135,16 @@ def import_(
         put_setting(fields, setting)
     opened = open_store(store)
     config = imported.resolve(parse(imported.Config, fields, "import"))
-    refs = {"policy": policy, **({"prompts": prompts} if prompts else {})}
-    made = {"rollouts": _perform(opened, "imported", config.model_dump(mode="json"), refs, into)}
+    source = {"source": str(file), "source_sha256": config.source_sha256}
+    made = {}
+    if prompts is None:
+        imported.check(config, opened.open(policy))
+        made["prompts"] = _perform(opened, "imported_prompts", source, {"policy": policy}, into)
+        prompts = made["prompts"].ref
+    refs = {"policy": policy, "prompts": prompts}
+    made["rollouts"] = _perform(opened, "imported", config.model_dump(mode="json"), refs, into)
     if made["rollouts"].metrics["rewarded"]:
         refs = {"rollouts": made["rollouts"].ref}
-        source = {"source": str(file)}
         made["rewards"] = _perform(opened, "imported_rewards", source, refs, into)
     _say_made(made)
 

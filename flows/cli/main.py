@@ -34,6 +34,7 @@ from . import (
     cleaning,
     doctor,
     episodes,
+    exporting,
     fitting,
     judging,
     listing,
@@ -50,7 +51,7 @@ _UsageError = typer.BadParameter.__base__  # The class of the click that typer b
 COMMANDS = (
     running.run, running.check, fitting.fit, running.nightly, *running.STAGES,
     running.estimate, sweeping.sweep, judging.teach, judging.audit,
-    episodes.reenact, episodes.branch, episodes.import_,
+    episodes.reenact, episodes.branch, episodes.import_, exporting.export, exporting.push,
     placing.serve, placing.deploy, doctor.doctor,
     versions.ls, versions.show, viewing.view, versions.lineage, versions.diff, versions.compare,
     versions.verify, versions.rm, cleaning.gc, versions.tag, versions.history, versions.report,

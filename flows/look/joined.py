@@ -95,6 +95,7 @@ class Joined:
         self.shards = shards
         """`rollouts` and all that joins them, by kind; logprobs by their model: `prox`, `ref`."""
         self.rollouts = shards["rollouts"]
+        self._places: dict[str, np.ndarray] = {}
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -168,8 +169,8 @@ class Joined:
                 row["advantage"] = statistics.fmean(row["advantage"]) if row["advantage"] else None
         return rows
 
-    def table(self) -> pa.Table:
-        """Return all rollouts as one table, in their order.
+    def table(self, positions: np.ndarray | None = None) -> pa.Table:
+        """Return the rollouts at `positions` as one table, in this order; by default all.
 
         It holds every column of the rollouts, token ids too, and of the prompts, rewards,
         evaluations and advantages those that are not there yet; null for a rollout without a
@@ -177,18 +178,16 @@ class Joined:
         absent, and `turns`, `columns` and media are as they are stored. Columns that are in the
         same order are not copied.
         """
-        table = self.rollouts.version.table()
+        if positions is None:
+            positions = np.arange(len(self))
+        table = self.rollouts.take(positions)
         table = table.append_column("tokens", pc.list_value_length(table["completion_ids"]))
         for kind in ("prompts", "rewards", "evaluations", "advantages"):
             if kind not in self.shards:
                 continue
-            shards = self.shards[kind]
-            partners = shards.version.table()
+            partners = self.shards[kind].take(self.places(kind)[positions])
             if kind == "prompts":
                 partners = partners.append_column("prompt", _last_messages(partners))
-            places = shards.find_all(table[shards.key])
-            if len(partners) != len(table) or np.any(places != np.arange(len(table))):
-                partners = partners.take(pa.array(places, mask=places < 0))
             for name in partners.column_names:
                 if name not in table.column_names:
                     table = table.append_column(name, partners[name])
@@ -197,6 +196,14 @@ class Joined:
             means = pa.array(_list_means(table["advantage"]), from_pandas=True)
             table = table.set_column(index, "advantage", means)
         return table
+
+    def places(self, kind: str) -> np.ndarray:
+        """Return [rollouts] int64: the position of each rollout's partner of this kind, −1 if there
+        is none."""
+        if kind not in self._places:
+            shards = self.shards[kind]
+            self._places[kind] = shards.find_all(self.rollouts.column(shards.key))
+        return self._places[kind]
 
     def tokens(self, position: int) -> Tokens:
         """Return the completion at `position`, token by token."""
@@ -330,8 +337,7 @@ class Joined:
         numbers = numbers.astype(np.float64)
         if kind == "rollouts":
             return numbers
-        places = shards.find_all(self.rollouts.column("rollout_id"))
-        return np.append(numbers, np.nan)[places]  # place −1 is the NaN
+        return np.append(numbers, np.nan)[self.places(kind)]  # place −1 is the NaN
 
     def _holds(self, condition: str) -> np.ndarray:
         """Return [rollouts] bool: true if a condition such as `reward < 0.5` holds."""

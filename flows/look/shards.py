@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,21 @@ class Shards:
             return np.arange(len(ids))
         places = pc.index_in(ids, value_set=mine.combine_chunks())
         return places.fill_null(-1).to_numpy().astype(np.int64)
+
+    def take(self, places: np.ndarray) -> pa.Table:
+        """Return the rows at `places` [rows]; a row of nulls for −1. All rows are not copied."""
+        table = self._whole
+        if np.array_equal(places, np.arange(len(table))):
+            return table
+        # on many chunks, `take` would copy the whole table: cut out the stretch with the rows
+        first = int(places.min(where=places >= 0, initial=len(table)))
+        stretch = table.slice(first, int(places.max(initial=first)) - first + 1).combine_chunks()
+        return stretch.take(pa.array(places - first, mask=places < 0))
+
+    @cached_property
+    def _whole(self) -> pa.Table:
+        """All rows, mapped into memory."""
+        return self.version.table()
 
     def column(self, name: str) -> pa.ChunkedArray:
         """Return a column of all shards, mapped into memory. [rows]"""

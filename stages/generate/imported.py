@@ -22,7 +22,6 @@ from pydantic import Field
 
 from quiver.schemas import rollouts as rollouts_kind
 from quiver.schemas.errors import ConfigError, LineageError, printable
-from quiver.schemas.manifest import digest
 from quiver.stages.core import config as common
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store, Version
@@ -47,23 +46,15 @@ class Limits(common.Config):
     """Maximum sampled ids of an episode, over all its turns."""
 
 
-class Config(common.Config):
+class Config(trajectories.Source):
     """Trajectories of another system, and how they were sampled."""
 
-    source: str = Field(min_length=1)
-    """A file of JSON lines."""
     sampling: Sampling = Sampling()
     """Sampling of the trajectories, if the lines do not say it. Without `max_tokens`, the
     longest completion is taken as the limit. If every line has a temperature, the most frequent
     one becomes `temperature`."""
     turns: Limits | None = None
     """Filled in by the stage, if lines have turns."""
-    source_sha256: str = ""
-    """Filled in by the stage: hash of the file."""
-
-    def key(self) -> dict[str, Any]:
-        """Return the key without the folder of `source`: the bytes decide, not their location."""
-        return {**super().key(), "source": common.without_folder(self.source)}
 
 
 def resolve(config: Config) -> Config:
@@ -83,6 +74,14 @@ def resolve(config: Config) -> Config:
     if any(line.turns is not None for line in lines.values()):
         filled_in["turns"] = Limits(max_tokens=sampling["max_tokens"])
     return config.model_copy(update=filled_in)
+
+
+def check(config: Config, policy: Version) -> None:
+    """Raise ConfigError if `policy` could not have read or sampled a line, or if prompts of a group
+    differ."""
+    lines, _ = trajectories.read(config.source, config.source_sha256)
+    _require_readable(config, lines, policy)
+    _groups(config, lines, None)
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
@@ -170,7 +169,7 @@ def _groups(config: Config, lines: Mapping[str, Trajectory], prompts: Version | 
         prompts_by_group = dict(zip(*pairs, strict=True))
     groups = []
     for place, line in lines.items():
-        group = line.group_id or digest(line.prompt_ids)[:16]
+        group = line.group
         problem = ""
         if prompts is not None and group not in prompts_by_group:
             problem = f"group_id: {prompts.ref} has no {printable(group)}"

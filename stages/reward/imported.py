@@ -11,37 +11,22 @@ reward is not scored.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import pyarrow as pa
-from pydantic import Field
 
 from quiver.schemas.errors import LineageError
 from quiver.schemas.rewards import schema_for
-from quiver.stages.core import config as common
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.turns import trajectories
+from quiver.stages.turns.trajectories import Source as Config
 
 from .measures import summary
 
 STAGE_VERSION = 1
 _PART = "imported"
 """Name of the only part of such a reward."""
-
-
-class Config(common.Config):
-    """The file that holds the rewards."""
-
-    source: str = Field(min_length=1)
-    """The same file that the rollouts were made from."""
-    source_sha256: str = ""
-    """Hash of the file, filled in by the stage."""
-
-    def key(self) -> dict[str, Any]:
-        """Leave out the folder: the file's bytes decide."""
-        return {**super().key(), "source": common.without_folder(self.source)}
 
 
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:

@@ -10,7 +10,6 @@ shows how much a single turn was worth.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,20 +28,18 @@ from quiver.stages.core.store import Store
 from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer
 from quiver.stages.model import checkpoints
 from quiver.stages.model.media.checking import MediaLimits
-from quiver.stages.turns.bridge import answers_of_calls, turn_message
 from quiver.stages.turns.environment import Message
 from quiver.stages.turns.saved import (
     Played,
     as_json,
     beginning_of,
-    calls_of,
     cut_of,
     ids_before,
+    messages_of_turn,
     require_episodes,
     text_before_calls,
     turns_answered,
 )
-from quiver.stages.turns.tool_calls import ParsedTurn
 
 STAGE_VERSION = 1
 _OF_ROLLOUTS = ["rollout_id", "group_id", "prompt_ids", "completion_ids", "turns"]
@@ -209,24 +206,13 @@ class _Branches:
     def _messages(
         self, name: str, chat: list[Message] | None, turns: Sequence[dict[str, Any]]
     ) -> list[Message] | None:
-        """Return the known chat before the turn; None if the prompt has none.
-
-        If the outputs of several tools have several lines, only their joined text is known.
-        """
+        """Return the known chat before the turn; None if the prompt has none."""
         if chat is None:
             return None
         messages = list(chat)
         for turn in turns:
-            calls = calls_of(name, turn)
-            content = self._before_calls(turn["text"]) if calls else turn["text"]
-            message: Message = {"role": "assistant", "content": content}
-            names = [call.name for call in calls]
-            if calls:
-                made = turn_message(ParsedTurn(content, calls))["tool_calls"]
-                message["tool_calls"] = json.dumps(made, ensure_ascii=False)
-            elif turn["parse_error"] is not None:
-                names = ["error"]
-            messages += [message, *_answers(turn["observation"], names)]
+            message, answers = messages_of_turn(name, turn, self._before_calls)
+            messages += [message, *answers]
         return messages
 
     def _columns(self, groups: list[str], played: list[tuple[str, str]]) -> pa.StructArray:
@@ -261,19 +247,3 @@ def _shown(prompt: dict[str, Any], row: dict[str, Any], turn: int) -> dict[str, 
         spans.sort(key=lambda span: span["start"])
         shown["spans"] = [*(prompt["spans"] or ()), *spans]
     return shown
-
-
-def _answers(observation: str, names: list[str]) -> list[Message]:
-    """Return the messages that followed a turn which called tools of these `names`, if any.
-
-    The outputs of several tools are joined line by line. For longer outputs it is unknown which
-    lines belong to which tool, so they stay one text.
-    """
-    if not names:
-        return [{"role": "user", "content": observation}] if observation else []
-    lines = observation.split("\n")
-    contents = lines if len(lines) == len(names) else [observation]
-    pairs = zip(names, contents, strict=False)
-    return answers_of_calls(
-        [{"role": "tool", "name": name, "content": content} for name, content in pairs]
-    )

@@ -23,10 +23,10 @@ from quiver.schemas.prompts import OPENING, OURS, PLAYED_TURNS
 from quiver.schemas.rollouts import OF_EPISODES
 from quiver.stages.core.store import Store, Version
 from quiver.stages.model import checkpoints
-from quiver.stages.turns.bridge import cut_by
+from quiver.stages.turns.bridge import answers_of_calls, cut_by, turn_message
 from quiver.stages.turns.environment import Message, Row, Step, Turn, environment_seed, for_people
 from quiver.stages.turns.statistics import CUT_INFO
-from quiver.stages.turns.tool_calls import RESPONSE_TEMPLATE, Call, Parse, make_parser
+from quiver.stages.turns.tool_calls import RESPONSE_TEMPLATE, Call, Parse, ParsedTurn, make_parser
 
 _NOT_ASKED = ("answered", "max_tool_calls")
 """End reasons of episodes whose last turn the environment did not see."""
@@ -197,6 +197,39 @@ def text_before_calls(store: Store, rollouts: Version) -> Callable[[str], str]:
         return make_parser(name, tokenizer)
 
     return lambda text: text if name is None else parser()(text).text
+
+
+def messages_of_turn(
+    name: str, turn: Mapping[str, Any], before_calls: Callable[[str], str]
+) -> tuple[Message, list[Message]]:
+    """Return the message of a turn of rollout `name`, and the messages that answered it, as a
+    version saves them. Raises SchemaError."""
+    calls = calls_of(name, turn)
+    content = before_calls(turn["text"]) if calls else turn["text"]
+    message: Message = {"role": "assistant", "content": content}
+    names = [call.name for call in calls]
+    if calls:
+        made = turn_message(ParsedTurn(content, calls))["tool_calls"]
+        message["tool_calls"] = json.dumps(made, ensure_ascii=False)
+    elif turn["parse_error"] is not None:
+        names = ["error"]
+    return message, _answers(turn["observation"], names)
+
+
+def _answers(observation: str, names: list[str]) -> list[Message]:
+    """Return the messages that followed a turn which called tools of these `names`, if any.
+
+    The outputs of several tools are joined line by line. For longer outputs it is unknown which
+    lines belong to which tool, so they stay one text.
+    """
+    if not names:
+        return [{"role": "user", "content": observation}] if observation else []
+    lines = observation.split("\n")
+    contents = lines if len(lines) == len(names) else [observation]
+    pairs = zip(names, contents, strict=False)
+    return answers_of_calls(
+        [{"role": "tool", "name": name, "content": content} for name, content in pairs]
+    )
 
 
 def refuse_foreign_code(store: Store, rollouts: Version) -> None:

@@ -16,11 +16,13 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from quiver.schemas import outside
 from quiver.schemas.errors import ConfigError, printable, reason
+from quiver.schemas.manifest import digest
 from quiver.schemas.outside import LARGEST
+from quiver.stages.core import config as common
 from quiver.stages.core.config import parse
 from quiver.stages.core.file_rows import bad_source, json_rows
 from quiver.stages.core.files import sha256_of
@@ -32,6 +34,19 @@ Logprob = Annotated[float, Field(strict=True, ge=-LARGEST, le=_ROUNDING)]
 Reward = Annotated[float, Field(strict=True, ge=-LARGEST, le=LARGEST)]
 Text = Annotated[str, Field(strict=True)]
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class Source(common.Config):
+    """Config of a stage that reads such a file."""
+
+    source: str = Field(min_length=1)
+    """A file of JSON lines."""
+    source_sha256: str = ""
+    """Hash of the file, filled in by the stage."""
+
+    def key(self) -> dict[str, Any]:
+        """Return the key without the folder of `source`: the bytes decide, not their location."""
+        return {**super().key(), "source": common.without_folder(self.source)}
 
 
 class _Part(BaseModel):
@@ -84,6 +99,22 @@ class Trajectory(_Part):
     reward: Reward | None = None
     """Reward of the whole. None: not scored, or the sum of the turns' rewards."""
     turns: list[Turn] | None = Field(default=None, min_length=1)
+    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    """The prompt's chat, for people and rewards; `prompt_ids` are what the model read."""
+    tools: list[dict[str, Any]] | None = None
+    """JSON schemas of the tools that the prompt shows."""
+    columns: dict[str, Any] = Field(default_factory=dict)
+    """The prompt's other columns, such as its answer, which rewards get by name."""
+
+    @field_validator("messages")
+    @classmethod
+    def _are_messages(cls, given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        if given is None:
+            return None
+        return [
+            outside.read_message(message, f"message {number}")
+            for number, message in enumerate(given)
+        ]
 
     @model_validator(mode="after")
     def _fits(self) -> Trajectory:
@@ -144,6 +175,11 @@ class Trajectory(_Part):
             where = "reward" if self.reward is not None else "turns"
             raise ValueError(f"{where}: a trajectory with finish_reason abort must have no reward")
         return self
+
+    @property
+    def group(self) -> str:
+        """Id of the group; by default it follows from the prompt."""
+        return self.group_id or digest(self.prompt_ids)[:16]
 
     @property
     def total_reward(self) -> float | None:

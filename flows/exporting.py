@@ -1,0 +1,417 @@
+"""Export saved rollouts: as datasets of TRL's trainers, as verl's prompts, or as trajectories that
+`quiver import` reads.
+
+    exported = export(store, "arith/rewards@3", Path("pairs.jsonl"), Options("dpo", min_gap=0.5))
+    exported.rows, exported.left_out
+
+Rows are read and written in batches. A conversation is the prompt's messages, then the policy's
+turns and the answers to them. If the prompts have no messages, or do not say how an answer begins,
+texts are written. Rollouts that are left out are counted by the reason, and so are answers that
+would become other ids if their text were tokenised again. Pictures and clips are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet
+
+from quiver.flows.json_lines import lists_like, to_lines
+from quiver.flows.look.joined import Selection, open_joined, prompt_fields
+from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.schemas.outside import Message
+from quiver.schemas.prompts import MESSAGES, MESSAGES_WITH_MORE, most_media
+from quiver.stages.core.files import replacing, storage_errors
+from quiver.stages.core.store import Store
+from quiver.stages.model import checkpoints
+from quiver.stages.model.chat.generation_prompt import prefill
+from quiver.stages.turns.saved import messages_of_turn, text_before_calls
+from quiver.stages.turns.statistics import sum_of_each
+
+PAIRED = ("dpo", "reward")
+"""Formats of pairs."""
+_ROWS_AT_ONCE = 512
+_MOST_TOKENISED = 1000
+"""Answers whose text is tokenised again, to count those that become other ids."""
+_OF_LINES = (
+    "group_id",
+    "prompt_ids",
+    "completion_ids",
+    "old_logprobs",
+    "temperature",
+    "finish_reason",
+    "completion_text",
+    "reward",
+    "turn_rewards",
+    "turns",
+    "messages",
+    "tools",
+    "columns",
+)
+"""Columns of a trajectory, if they are there."""
+_NOT_OF_LINES = ("parse_error", "info", "seconds")
+"""Fields of a saved turn that a trajectory does not have."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to write."""
+
+    format: Literal["dpo", "kto", "sft", "reward", "trajectories", "verl"]
+    min_gap: float = 0.0
+    """Least difference of a pair's scores; for kto, of a score from the mean of its prompt."""
+    pairs: Literal["best-worst", "all"] = "best-worst"
+    """The pairs of a prompt's answers."""
+    cut: Literal["keep", "leave-out"] = "keep"
+    """What to do with answers that never had an end token."""
+    ids: bool = False
+    """Write the exact token ids beside the texts."""
+    where: str = ""
+    """Conditions that rollouts must meet, as in `Selection`."""
+    parquet: bool = False
+    """Write Parquet instead of JSON lines."""
+
+
+@dataclass
+class Exported:
+    """What was written."""
+
+    ref: str
+    sampling: dict[str, Any]
+    """How the rollouts were sampled, as `quiver import` needs it."""
+    rows: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Number of rollouts, or of pairs, by the reason."""
+    tokenised: int = 0
+    other_ids: int = 0
+    """How many of the answers that were `tokenised` again became other ids."""
+
+
+def export(store: Store, ref: str, path: Path, options: Options) -> Exported:
+    """Write the rollouts behind `ref` to a new file. Raises ConfigError or LineageError."""
+    if path.exists() or not path.absolute().parent.is_dir():
+        problem = "is there already" if path.exists() else "would lie in a folder that is not there"
+        raise ConfigError(f"file {printable(path)}", problem, next="name a new file in --out")
+    exporter = _Exporter(store, ref, options)
+    exported = exporter.exported
+    with storage_errors(f"file {printable(path)}"), replacing(path) as file:
+        writer = None
+        for table in exporter.tables():
+            exported.rows += len(table)
+            if not options.parquet:
+                file.write(to_lines(table))
+                continue
+            if writer is None:
+                sink = pa.PythonFile(file, "w")
+                writer = pyarrow.parquet.ParquetWriter(sink, table.schema)
+            writer.write_table(table)
+        if not exported.rows:
+            counts = ", ".join(f"{count} {why}" for why, count in (+exported.left_out).items())
+            problem = f"nothing is left to write; left out: {counts}"
+            raise ConfigError(exported.ref, problem, next="ask for less")
+        if writer is not None:
+            writer.close()
+    return exported
+
+
+class _Exporter:
+    """The rollouts behind a version, with their prompts and scores."""
+
+    def __init__(self, store: Store, ref: str, options: Options) -> None:
+        self.options = options
+        self.joined = open_joined(store, ref)
+        self.rollouts = self.joined.rollouts.version
+        manifest = self.rollouts.manifest
+        sampling = dict(manifest.config_section("sampling"))
+        if self.joined.has_turns:  # the limit in `sampling` is for one turn
+            sampling["max_tokens"] = manifest.config_section("turns").get("max_tokens")
+        sampling = {name: value for name, value in sampling.items() if value is not None}
+        self.exported = Exported(str(self.rollouts.ref), sampling)
+        self.has_turns = self.joined.has_turns
+        self._before_calls = text_before_calls(store, self.rollouts)
+        if "prompts" not in self.joined.shards:
+            raise self._refusal("its prompts are gone", "name other rollouts")
+        prompts = self.joined.shards["prompts"].version
+        table = prompts.table()
+        is_of_media = manifest.kind_schema in ("rollouts/3", "rollouts/4")
+        if is_of_media or most_media(table):
+            raise self._refusal(
+                "has pictures or clips, which an export cannot hold",
+                "read the version's own files with `datasets`",
+            )
+        self._starts = prompts.manifest.metrics.get("assistant_starts") or {}
+        is_known = bool(self._starts) and None not in self._starts.values()
+        self.is_chat = is_known and not table["messages"].null_count
+        is_dialogue = options.format not in ("trajectories", "verl")
+        if is_dialogue and self.has_turns and (options.ids or not self.is_chat):
+            problem = "has turns, whose ids, and texts without messages, only trajectories hold"
+            raise self._refusal(problem, "take --as trajectories")
+
+    def _refusal(self, problem: str, advice: str) -> LineageError:
+        return LineageError(self.exported.ref, problem, next=advice)
+
+    def tables(self) -> Iterator[pa.Table]:
+        """Yield the rows of the format, some at a time."""
+        name = self.options.format
+        positions = self._chosen()
+        if name in PAIRED:
+            positions = self._pairs(positions)
+        elif name == "kto":
+            positions = positions[self._are_apart(np.abs(self._gains[positions]))]
+        elif name == "verl":
+            _, first = np.unique(self._groups[positions], return_index=True)
+            positions = positions[first]
+        makers = {"trajectories": self._lines, "verl": self._questions}
+        for start in range(0, positions.shape[-1], _ROWS_AT_ONCE):
+            yield makers.get(name, self._dialogues)(positions[..., start : start + _ROWS_AT_ONCE])
+
+    # -- which rollouts
+
+    def _chosen(self) -> np.ndarray:
+        """Return the positions of the rollouts to write, and count the others."""
+        options = self.options
+        chosen = np.zeros(len(self.joined), bool)
+        chosen[self.joined.order(Selection(where=options.where))] = True
+        if options.format in ("trajectories", "verl"):
+            return np.flatnonzero(chosen)
+        reasons = self.joined.rollouts.column("finish_reason")
+        checks = {
+            "failed": np.array(pc.equal(reasons, "abort")),
+            "without a prompt": self.joined.places("prompts") < 0,
+        }
+        if options.cut == "leave-out":
+            checks["cut"] = np.array(pc.equal(reasons, "length"))
+        if self.has_turns:
+            turns = self.joined.rollouts.column("turns")
+            restarts = pc.struct_field(pc.list_flatten(turns), "restart_ids").is_valid()
+            lengths = np.array(pc.list_value_length(turns))
+            checks["with a rewritten history"] = sum_of_each(np.array(restarts), lengths) > 0
+        if options.format != "sft":
+            checks["without a score"] = np.isnan(self._scores)
+        for why, is_out in checks.items():
+            self.exported.left_out[why] = int((chosen & is_out).sum())
+            chosen &= ~is_out
+        positions = np.flatnonzero(chosen)
+        self._tokenise_again(positions)
+        return positions
+
+    @cached_property
+    def _scores(self) -> np.ndarray:
+        """[rollouts] float64: the score or reward; NaN without one."""
+        if not self.joined.score_name:
+            raise self._refusal(
+                "has no rewards", f"quiver reward RECIPE --rollouts {self.rollouts.ref}"
+            )
+        return self.joined.number(self.joined.score_name)
+
+    @cached_property
+    def _groups(self) -> np.ndarray:
+        """[rollouts] the row of `Joined.groups` of each rollout's prompt."""
+        groups = self.joined.groups()["group_id"].combine_chunks()
+        return np.array(pc.index_in(self.joined.rollouts.column("group_id"), value_set=groups))
+
+    def _pairs(self, positions: np.ndarray) -> np.ndarray:
+        """Return [2, pairs] positions: better answers, and worse ones to the same prompt."""
+        if not len(positions):
+            return np.zeros((2, 0), int)
+        scores = self._scores[positions]
+        groups = self._groups[positions]
+        order = np.lexsort((scores, groups))
+        ends = np.flatnonzero(np.diff(groups[order])) + 1
+        every_pair = cache(lambda count: np.triu_indices(count, 1))
+        pairs = []
+        for answers in np.split(order, ends):
+            worse, better = [0], [-1]
+            if self.options.pairs == "all":
+                worse, better = every_pair(len(answers))
+            pairs.append(np.stack([answers[better], answers[worse]]))
+        better, worse = np.concatenate(pairs, axis=1)
+        is_apart = self._are_apart(scores[better] - scores[worse])
+        return positions[np.stack([better, worse])[:, is_apart]]
+
+    @cached_property
+    def _gains(self) -> np.ndarray:
+        """[rollouts] float64: the score minus the mean of its prompt's scores."""
+        means = np.array(self.joined.groups()["mean"], float)[self._groups]
+        return np.where(np.isclose(self._scores, means), 0, self._scores - means)
+
+    def _are_apart(self, gaps: np.ndarray) -> np.ndarray:
+        """Return which gaps are large enough, and count the others."""
+        is_large = (gaps > 0) & (gaps >= self.options.min_gap)
+        self.exported.left_out["without a difference"] += int((~is_large).sum())
+        return is_large
+
+    # -- tables of some rows
+
+    def _dialogues(self, positions: np.ndarray) -> pa.Table:
+        """Return prompts and answers as TRL's trainers read them.
+
+        Args:
+            positions: [rows], or [2, rows] of answers to the same prompts.
+        """
+        names = ("chosen", "rejected") if positions.ndim == 2 else ("completion",)
+        columns: dict[str, Any] = {}
+        for name, places in zip(names, np.atleast_2d(positions), strict=True):
+            rows = self.joined.table(places).combine_chunks()
+            columns["prompt"] = _messages(rows) if self.is_chat else rows["prompt_text"]
+            columns[name] = self._answers(rows)
+            if self.options.ids:
+                columns |= self._ids(name, rows)
+            if "tools" in rows.column_names:
+                columns["tools"] = rows["tools"]
+        if self.options.format == "kto":
+            columns["label"] = pa.array(self._gains[positions] > 0)
+        return pa.table(columns)
+
+    def _answers(self, rows: pa.Table) -> pa.Array | pa.ChunkedArray:
+        """Return the policy's messages and the answers to them; its text if there is no chat."""
+        if not self.is_chat:
+            return rows["completion_text"]
+        beginnings = self._beginnings(rows)
+        chats = []
+        if not self.has_turns:
+            texts = rows["completion_text"].to_pylist()
+            for beginning, text in zip(beginnings, texts, strict=True):
+                chats.append([{"role": "assistant", "content": beginning + text}])
+            return pa.array(chats, MESSAGES)
+        episodes = rows.select(["rollout_id", "turns"]).to_pylist()
+        for beginning, row in zip(beginnings, episodes, strict=True):
+            chat: list[Message] = []
+            answers: list[Message] = []
+            for turn in row["turns"]:
+                chat += answers  # the answer to the last turn was never read
+                message, answers = messages_of_turn(row["rollout_id"], turn, self._before_calls)
+                chat.append({**message, "content": beginning + message["content"]})
+            chats.append(chat)
+        return _with_json(pa.array(chats, MESSAGES_WITH_MORE))
+
+    def _beginnings(self, rows: pa.Table) -> list[str]:
+        """Return the end of each prompt that already belongs to the answer, such as `<think>`."""
+        beginnings = []
+        for messages, text in zip(rows["messages"], rows["prompt_text"].to_pylist(), strict=True):
+            start = self._starts[messages[-1]["role"].as_py()]
+            beginnings.append(prefill(text, start) or "")
+        return beginnings
+
+    def _ids(self, name: str, rows: pa.Table) -> dict[str, Any]:
+        """Return columns with the ids of prompts and answers, under TRL's names."""
+        prompts = rows["prompt_ids"].combine_chunks()
+        answers = rows["completion_ids"].combine_chunks()
+        if self.options.format in ("dpo", "kto"):
+            return {"prompt_ids": prompts, f"{name}_ids": answers}
+        pairs = list(zip(_arrays(prompts), _arrays(answers), strict=True))
+        both = [np.concatenate(pair) for pair in pairs]
+        if self.options.format == "reward":
+            return {f"{name}_ids": both}
+        masks = [np.repeat([0, 1], [len(ids) for ids in pair]) for pair in pairs]
+        return {"input_ids": both, "completion_mask": masks}
+
+    def _lines(self, positions: np.ndarray) -> pa.Table:
+        """Return trajectories (see `stages/turns/trajectories.py`)."""
+        rows = self.joined.table(positions).combine_chunks()
+        columns = {name: rows[name] for name in _OF_LINES if name in rows.column_names}
+        columns["logprobs"] = columns.pop("old_logprobs")
+        columns["text"] = columns.pop("completion_text")
+        columns["messages"] = _messages(rows)
+        if "tools" in columns:
+            columns["tools"] = _as_json(rows["tools"].combine_chunks())
+        if "reward" in columns:  # an import refuses rewards of failed rollouts
+            is_failed = pc.equal(rows["finish_reason"], "abort")
+            columns["reward"] = pc.if_else(is_failed, None, rows["reward"])
+        if self.has_turns:
+            turns = rows["turns"].combine_chunks()
+            numbers = np.full(len(turns.flatten()), np.nan, np.float32)
+            if "turn_rewards" in columns:
+                is_scored = np.array(columns["reward"].is_valid())
+                known = columns.pop("turn_rewards").filter(pa.array(is_scored)).combine_chunks()
+                lengths = pc.list_value_length(turns).to_numpy()
+                numbers[np.repeat(is_scored, lengths)] = np.array(known.flatten(), np.float32)
+            columns["turns"] = _with_json(turns, reward=pa.array(numbers, from_pandas=True))
+        return pa.table(columns)
+
+    def _questions(self, positions: np.ndarray) -> pa.Table:
+        """Return prompts as verl's RLHFDataset reads them."""
+        rows = self.joined.table(positions).combine_chunks()
+        questions = []
+        for row in rows.select(["group_id", "messages", "prompt_text", "columns"]).to_pylist():
+            fields = prompt_fields(row)
+            answer = fields.get("reference")
+            if answer is None or row["messages"] is None:
+                raise ConfigError(
+                    f"prompt {printable(row['group_id'])}",
+                    "has no messages, or no reference answer, and verl needs both",
+                    next="name the source's columns messages and answer",
+                )
+            text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+            question = {
+                "data_source": fields["columns"].get("data_source", self.rollouts.ref.run),
+                "ability": fields["columns"].get("ability", ""),
+                "reward_model": {"style": "rule", "ground_truth": text},
+                "extra_info": {"index": row["group_id"]},
+            }
+            questions.append(question)
+        return pa.Table.from_pylist(questions).add_column(1, "prompt", _messages(rows))
+
+    # -- tokens
+
+    def _tokenise_again(self, positions: np.ndarray) -> None:
+        """Count answers whose text becomes other ids, among `_MOST_TOKENISED` of them."""
+        manifest = self.rollouts.manifest
+        try:
+            policy = self.joined.store.open(manifest.require_model("policy").ref)
+            ends = checkpoints.end_token_ids(policy)
+        except (LineageError, ConfigError):  # the policy is gone, or names no end token
+            return
+        tokenizer = checkpoints.load_tokenizer(policy)
+        without_text = {*ends, *manifest.config_section("sampling").get("stop_token_ids", ())}
+        some = self.joined.table(positions[:: 1 + len(positions) // _MOST_TOKENISED])
+        for row in some.to_pylist():
+            ids = iter(row["completion_ids"])
+            whole = {"text": row["completion_text"], "length": row["tokens"]}
+            is_other = False
+            for turn in row.get("turns", [whole]):
+                sampled = list(islice(ids, turn["length"]))
+                written = [id for id in sampled if id not in without_text]
+                text = row["prompt_text"] + turn["text"]
+                again = tokenizer(text, add_special_tokens=False)["input_ids"]
+                is_other |= again[len(again) - len(written) :] != written
+            self.exported.tokenised += 1
+            self.exported.other_ids += is_other
+
+
+def _arrays(lists: pa.ListArray) -> list[np.ndarray]:
+    """Return each list as an array."""
+    ends = np.cumsum(pc.list_value_length(lists))
+    return np.split(lists.flatten().to_numpy(), ends[:-1])
+
+
+def _as_json(texts: pa.Array) -> pa.Array:
+    """Return JSON texts as the values that they hold."""
+    return pa.ExtensionArray.from_storage(pa.json_(), texts)
+
+
+def _messages(rows: pa.Table) -> pa.ListArray:
+    """Return the prompts' messages."""
+    return _with_json(rows["messages"].combine_chunks())
+
+
+def _with_json(lists: pa.ListArray, **changed: pa.Array) -> pa.ListArray:
+    """Return saved messages, or turns, with `tool_calls` as values and with `changed` members."""
+    structs = lists.flatten()
+    names = [member.name for member in structs.type]
+    members = dict(zip(names, structs.flatten(), strict=True)) | changed
+    if "tool_calls" in members:
+        members["tool_calls"] = _as_json(members["tool_calls"])
+    for name in _NOT_OF_LINES:
+        members.pop(name, None)
+    return lists_like(lists, pa.StructArray.from_arrays([*members.values()], names=[*members]))

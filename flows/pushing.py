@@ -1,0 +1,100 @@
+"""Push a version to a hub, with a card that says what it was made from.
+
+    push(store, "arith/policy@5", "hf://me/arith")                  # a model
+    push(store, "arith/rollouts@5", "hf://datasets/me/arith")       # a dataset
+
+The version's own files are uploaded, checked, without optimizer state and manifest: a manifest may
+name hosts and folders. The licence is left to the user.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from quiver.flows.look.shards import schema_of
+from quiver.schemas.errors import ConfigError, RemoteError, printable, reason
+from quiver.stages.core.config import parse
+from quiver.stages.core.run.stage import load_stage
+from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.versions import OPTIMIZER_FOLDER
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd
+
+_OF_DATASETS = "datasets/"
+
+
+def push(store: Store, ref: str, url: str, *, public: bool = False) -> str:
+    """Upload a version and return its address. Raises ConfigError or RemoteError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError
+
+    version = store.open(ref)
+    is_policy = version.ref.kind == "policy"
+    scheme, _, name = url.partition("://")
+    expected = "hf://NAME/REPO" if is_policy else "hf://datasets/NAME/REPO"
+    if scheme != "hf" or name.startswith(_OF_DATASETS) == is_policy:
+        problem = f"a version of {version.ref.kind} is pushed to {expected}"
+        raise ConfigError(f"url {printable(url)}", problem, next="correct the url")
+    operations = prepare(version)
+    api = HfApi()
+    repo = {
+        "repo_id": name.removeprefix(_OF_DATASETS),
+        "repo_type": "model" if is_policy else "dataset",
+    }
+    try:
+        api.create_repo(**repo, private=not public, exist_ok=True)
+        api.create_commit(**repo, operations=operations, commit_message=str(version.ref))
+    except (HTTPError, OSError, ValueError) as error:
+        raise RemoteError(
+            f"hub {printable(api.endpoint)}",
+            reason(error),
+            next=f"check {printable(url)}, HF_ENDPOINT and HF_TOKEN, then push again",
+        ) from error
+    return f"{api.endpoint}/{name}"
+
+
+def prepare(version: Version) -> list[CommitOperationAdd]:
+    """Return what to upload: the card and the version's files. Raises CorruptError."""
+    from huggingface_hub import CommitOperationAdd
+
+    entries = [
+        entry
+        for entry in version.manifest.files
+        if not entry.name.startswith(f"{OPTIMIZER_FOLDER}/") and entry.name != "README.md"
+    ]
+    version.verify(*(entry.name for entry in entries))
+    folder = version.files.folder
+    operations = [CommitOperationAdd(entry.name, folder / entry.name) for entry in entries]
+    return [CommitOperationAdd("README.md", card(version).encode()), *operations]
+
+
+def card(version: Version) -> str:
+    """Return the card: front matter, lineage with hashes, settings, columns."""
+    manifest = version.manifest
+    lines = ["---", "tags: [quiver, reinforcement-learning]"]
+    if version.ref.kind == "policy":
+        lines.append("library_name: transformers")
+    else:
+        lines.append('configs: [{config_name: default, data_files: "*.arrow"}]')
+    lines += ["---", f"# {version.ref}", "", f"Made by `{manifest.stage}` on {manifest.created}."]
+    if manifest.note:
+        lines.append(f"Note: {printable(manifest.note, 1000)}")
+    lines += ["", "## Lineage", "| role | version | sha256 |", "|---|---|---|"]
+    lines.append(f"| this | {version.ref} | {manifest.content_hash} |")
+    for entry in manifest.inputs:
+        lines.append(f"| {printable(entry.role)} | {entry.ref} | {entry.content_hash} |")
+    for model in manifest.models:
+        for part in ("weights", "tokenizer", "template"):
+            if getattr(model, part):
+                role = f"{printable(model.role)}, {part}"
+                lines.append(f"| {role} | {printable(model.ref)} | {getattr(model, part)} |")
+    # the run key's settings: they name no folder and no host that only ran the work
+    config = parse(load_stage(manifest.stage).Config, manifest.config, str(version.ref))
+    settings = json.dumps(config.key(), indent=2, ensure_ascii=False)
+    lines += ["", "## Settings", "```json", settings, "```"]
+    if version.ref.kind != "policy":
+        lines += ["", "## Columns", "| column | type |", "|---|---|"]
+        lines += [f"| {column.name} | {column.type} |" for column in schema_of(version)]
+    return "\n".join([*lines, ""])

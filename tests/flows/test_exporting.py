@@ -1,0 +1,326 @@
+"""`quiver export`: what other trainers read, and what `quiver import` takes back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from datasets import load_dataset
+
+from quiver.flows.cli import episodes as commands
+from quiver.flows.exporting import Options, export
+from quiver.flows.json_lines import to_lines
+from quiver.schemas.cells import json_array
+from quiver.schemas.errors import ConfigError, LineageError
+from quiver.stages.core.store import Store
+from quiver.stages.model.chat.messages import read_messages
+from quiver.stages.model.loading import load_model
+from tests import episodes, exported
+from tests.flows.conftest import quiver
+from tests.stages.optimize import world
+from tests.tiny import EOS, make_policy, tokenizer
+
+ASSISTANT = {name: [{"role": "assistant", "content": name}] for name in ("12", "no", "3", "four", "it is 3")}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Store, exported.Made]:
+    folder = tmp_path_factory.mktemp("exported")
+    store = Store(folder / "store")
+    return store, exported.make(store, folder)
+
+
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def written(made, path: Path, format: str, **options) -> list[dict]:
+    store, versions = made
+    export(store, str(versions.rewards.ref), path / "out.jsonl", Options(format, **options))
+    return rows_of(path / "out.jsonl")
+
+
+def prompt(group: str) -> list[dict]:
+    return [
+        {"role": "system", "content": exported.SYSTEM},
+        {"role": "user", "content": exported.question(group)},
+    ]
+
+
+def test_pairs_are_the_best_and_the_worst_answer_to_each_prompt(made, tmp_path):
+    """A prompt whose rewards are all equal has none; unscored and failed rollouts are left out."""
+    store, versions = made
+    named = (str(versions.rollouts.ref), "--as", "dpo", "--out", "pairs.jsonl")
+    answer = quiver(tmp_path, "export", *named, "--store", str(store.url))
+    assert rows_of(tmp_path / "pairs.jsonl") == [
+        {"prompt": prompt("q0"), "chosen": ASSISTANT["12"], "rejected": ASSISTANT["no"]},
+        {"prompt": prompt("q2"), "chosen": ASSISTANT["it is 3"], "rejected": ASSISTANT["four"]},
+    ]
+    left_out = {why: count for why, count in answer["left_out"].items() if count}
+    assert left_out == {"failed": 1, "without a score": 1, "without a difference": 1}
+    assert answer["rows"] == 2
+    assert (answer["tokenised"], answer["other_ids"]) == (10, 0)
+
+
+def test_cut_answers_may_be_left_out(made, tmp_path):
+    rows = written(made, tmp_path, "reward", cut="leave-out")
+    assert [row["chosen"] for row in rows] == [ASSISTANT["12"], ASSISTANT["3"]]
+
+
+def test_every_pair_with_a_gap(made, tmp_path):
+    rows = written(made, tmp_path, "dpo", pairs="all", min_gap=0.5)
+    texts = [(row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in rows]
+    expected = {("12", "twelve"), ("12", "no"), ("twelve", "no"), ("it is 3", "3"), ("it is 3", "four")}  # fmt: skip
+    assert set(texts) == expected and len(texts) == 5
+
+
+def test_labels_say_if_an_answer_is_above_the_mean_of_its_prompt(made, tmp_path):
+    """Means are 0.5, 1 and 0.4: what lies at the mean has no label."""
+    rows = written(made, tmp_path, "kto")
+    labels = {row["completion"][0]["content"]: row["label"] for row in rows}
+    assert labels == {"12": True, "no": False, "3": False, "four": False, "it is 3": True}
+
+
+def test_conditions_choose_answers_to_imitate(made, tmp_path):
+    rows = written(made, tmp_path, "sft", where="reward > 0.9", cut="leave-out", ids=True)
+    assert [row["completion"][0]["content"] for row in rows] == ["12", "7", "seven", "7.", "7!"]
+    ids = [*tokenizer().encode("12"), EOS]
+    asked = made[1].prompts.table()["prompt_ids"][0].as_py()
+    assert rows[0]["input_ids"] == asked + ids
+    assert rows[0]["completion_mask"] == [0] * len(asked) + [1] * len(ids)
+
+
+def test_exact_ids_stand_beside_the_texts(made, tmp_path):
+    rollouts = {row["completion_text"]: row for row in made[1].rollouts.table().to_pylist()}
+    (tmp_path / "dpo").mkdir()
+    for row in written(made, tmp_path / "dpo", "dpo", ids=True):
+        for name in ("chosen", "rejected"):
+            rollout = rollouts[row[name][0]["content"]]
+            assert row[f"{name}_ids"] == rollout["completion_ids"]
+            assert row["prompt_ids"] == rollout["prompt_ids"]
+    first = written(made, tmp_path, "reward", ids=True)[0]
+    assert first["chosen_ids"] == rollouts["12"]["prompt_ids"] + rollouts["12"]["completion_ids"]
+
+
+def test_answers_that_become_other_ids_are_counted(tmp_path):
+    store = Store(tmp_path / "store")
+    made = exported.make(store, tmp_path)
+    rows = made.rollouts.table().to_pylist()
+    row = next(row for row in rows if row["completion_text"] == "seven")
+    letters = [*(tokenizer().encode(letter)[0] for letter in "seven"), EOS]
+    assert len(row["completion_ids"]) < len(letters), "BPE merges some of its letters"
+    row |= {"completion_ids": letters, "old_logprobs": [-1.0] * len(letters)}
+    rollouts = episodes.write(store, made.policy, rows, prompts=made.prompts)
+    done = export(store, str(rollouts.ref), tmp_path / "sft.jsonl", Options("sft"))
+    assert (done.tokenised, done.other_ids) == (11, 1)
+
+
+def test_what_the_prompt_begins_belongs_to_the_answer(tmp_path):
+    template = tmp_path / "template.jinja"
+    plain = tokenizer().chat_template
+    template.write_text(plain.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"))
+    store = Store(tmp_path / "store")
+    made = exported.make(store, tmp_path, template=str(template))
+    export(store, str(made.rewards.ref), tmp_path / "sft.jsonl", Options("sft"))
+    first = rows_of(tmp_path / "sft.jsonl")[0]
+    assert first["completion"] == [{"role": "assistant", "content": "<think>\n12"}]
+
+
+def test_prompts_without_messages_are_texts(tmp_path):
+    store = Store(tmp_path / "store")
+    made = exported.make(store, tmp_path, raw_text=True, system=None)
+    export(store, str(made.rewards.ref), tmp_path / "kto.jsonl", Options("kto"))
+    first = rows_of(tmp_path / "kto.jsonl")[0]
+    assert first == {"prompt": exported.question("q0"), "completion": "12", "label": True}
+
+
+CALLS = [{"name": "add", "arguments": {"a": 1, "b": "x"}}]
+
+
+def with_tools(store: Store, folder: Path) -> exported.Made:
+    """Rollouts/2: a call of a tool and its answer, an environment's answer, a rewritten history."""
+    made = exported.make(store, folder)
+    asked = made.prompts.table()["prompt_ids"][0].as_py()
+    turns = [
+        episodes.turn(2, [40, 41], text='Adding.<tool_call>{"name": "add"}</tool_call>', tool_calls=json.dumps(CALLS), observation="3"),
+        episodes.turn(1, [42], text="three?", observation="no"),
+        episodes.turn(1, text="four", observation="never read"),
+    ]  # fmt: skip
+    restarted = [episodes.turn(1, text="a"), episodes.turn(1, text="b", restart_ids=[7])]
+    rows = [episodes.row("q0-0", turns), episodes.row("q0-1", restarted)]
+    rows = [{**row, "prompt_ids": asked} for row in rows]
+    rollouts = episodes.write(store, made.policy, rows, prompts=made.prompts)
+    return made._replace(rollouts=rollouts)
+
+
+@pytest.mark.parametrize("name", ["sft.jsonl", "sft.parquet"])
+def test_episodes_are_conversations_with_calls_of_tools(tmp_path, name):
+    """The text before a call is read by the parser that the manifest names; here there is none."""
+    store = Store(tmp_path / "store")
+    made = with_tools(store, tmp_path)
+    path = tmp_path / name
+    options = Options("sft", parquet=name.endswith("parquet"))
+    done = export(store, str(made.rollouts.ref), path, options)
+    assert done.left_out["with a rewritten history"] == 1
+    kind = "parquet" if options.parquet else "json"
+    (row,) = load_dataset(kind, data_files=str(path), split="train", cache_dir=str(tmp_path / "c"))
+    messages = [
+        {name: member for name, member in message.items() if member is not None}
+        for message in row["completion"]
+    ]
+    call = {"id": "call00000", "type": "function", "function": CALLS[0]}
+    assert messages[0].pop("tool_calls") == [call]
+    assert [message["role"] for message in messages] == ["assistant", "tool", "assistant", "user", "assistant"]  # fmt: skip
+    assert messages[1]["content"] == "3" and messages[1]["tool_call_id"] == "call00000"
+    assert [message["content"] for message in messages[2:]] == ["three?", "no", "four"]
+
+
+def test_verls_prompts_have_what_its_dataset_reads(made, tmp_path):
+    store, versions = made
+    path = tmp_path / "verl.parquet"
+    export(store, str(versions.rollouts.ref), path, Options("verl", parquet=True))
+    rows = load_dataset(
+        "parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "c")
+    )
+    assert [row["reward_model"] for row in rows] == [
+        {"style": "rule", "ground_truth": str(answer)} for answer in range(3)
+    ]
+    assert rows[0]["prompt"] == prompt("q0")
+    assert rows[0]["data_source"] == "tiny" and rows[0]["extra_info"] == {"index": "q0"}
+
+
+def test_parquet_has_the_rows_of_the_lines(made, tmp_path):
+    store, versions = made
+    lines = written(made, tmp_path, "kto", ids=True)
+    path = tmp_path / "kto.parquet"
+    export(store, str(versions.rewards.ref), path, Options("kto", ids=True, parquet=True))
+    assert pq.read_table(path).to_pylist() == lines
+
+
+@pytest.mark.parametrize("of_turns", [False, True])
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
+def test_imported_trajectories_have_the_same_losses(tmp_path, monkeypatch, of_turns, algorithm):
+    """dr_grpo divides by the token limit, which the command of the export carries."""
+    monkeypatch.chdir(tmp_path)
+    store = Store("store")
+    policy = make_policy(store)
+    model = load_model(policy, dtype=torch.float32)
+    rows = episodes.sample(model, episodes.prompts(3), 4, most_turns=3 if of_turns else 1)
+    if not of_turns:
+        rows = [{k: v for k, v in row.items() if k not in ("turns", "end_reason")} for row in rows]
+    prompts = world.write_prompts(store, rows)
+    rollouts = episodes.write(store, policy, rows, prompts=prompts, max_tokens=40)
+    rewards = episodes.write_rewards(store, rollouts, episodes.even_ids if of_turns else one_reward, of_turns=of_turns)  # fmt: skip
+    named = (
+        "export",
+        str(rewards.ref),
+        "--as",
+        "trajectories",
+        "--out",
+        "all.jsonl",
+        "--store",
+        "store",
+    )
+    answer = quiver(tmp_path, *named)
+    words = answer["import"].split(" import ")[1]
+    assert f"--policy {policy.ref}" in words and answer["sampling"] == (
+        {} if of_turns else {"max_tokens": 40}
+    )
+    commands.import_(Path("all.jsonl"), str(policy.ref), into="back", settings=[f"sampling={json.dumps(answer['sampling'])}"], store="store")  # fmt: skip
+    back = store.open("back/rollouts@1"), store.open("back/rewards@1")
+    assert back[1].manifest.kind_schema == rewards.manifest.kind_schema
+    assert (
+        store.open("back/prompts@1").table()["group_id"].to_pylist()
+        == prompts.table()["group_id"].to_pylist()
+    )
+    config = world.config(algorithm=algorithm, credit="turn" if of_turns else "rollout")
+    runs = ((rollouts, rewards), back)
+    steps = [world.updates(store, world.trained(store, policy, pair, config)) for pair in runs]
+    for ours, theirs in zip(*steps, strict=True):
+        assert theirs["loss"] == pytest.approx(ours["loss"], abs=1e-6)
+        assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], abs=1e-6)
+
+
+def one_reward(row: dict) -> list[float]:
+    return [sum(id % 2 == 0 for id in row["completion_ids"]) / len(row["completion_ids"])]
+
+
+def test_imported_prompts_keep_chat_and_columns(made, tmp_path):
+    store, versions = made
+    path = tmp_path / "all.jsonl"
+    export(store, str(versions.rewards.ref), path, Options("trajectories"))
+    theirs = Store(tmp_path / "theirs")
+    policy = make_policy(theirs)
+    commands.import_(path, str(policy.ref), store=str(theirs.url))
+    prompts = theirs.open("tiny/prompts@1").table()
+    for name in ("group_id", "prompt_text", "prompt_ids"):
+        assert prompts[name].to_pylist() == versions.prompts.table()[name].to_pylist()
+    chats = [read_messages(chat) for chat in prompts["messages"].to_pylist()]
+    assert chats == [prompt(group) for group in exported.ANSWERS]
+    assert [row["answer"] for row in prompts["columns"].to_pylist()] == [0, 1, 2]
+    rewards = theirs.open("tiny/rewards@1").table()["reward"].to_pylist()
+    assert rewards == versions.rewards.table()["reward"].to_pylist()
+    rollouts = theirs.open("tiny/rollouts@1")
+    assert rollouts.manifest.input("prompts").ref == "tiny/prompts@1"
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--as", "sft", "--min-gap", "0.5"], "--min-gap"),
+        (["--as", "kto", "--pairs", "all"], "--pairs"),
+        (["--as", "verl", "--ids"], "--ids"),
+        (["--as", "dpo", "--min-gap", "2"], "3 without a difference"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(made, tmp_path, words, said):
+    store, versions = made
+    named = (str(versions.rewards.ref), *words, "--out", "out.jsonl", "--store", str(store.url))
+    error = quiver(tmp_path, "export", *named, code=2)["error"]
+    assert said in f"{error['object']} {error['message']}"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_there_stays(made, tmp_path):
+    (tmp_path / "out.jsonl").write_text("mine")
+    with pytest.raises(ConfigError, match="is there already"):
+        written(made, tmp_path, "sft")
+    assert (tmp_path / "out.jsonl").read_text() == "mine"
+
+
+def test_episodes_without_messages_are_trajectories_only(tmp_path):
+    store = Store(tmp_path / "store")
+    policy = make_policy(store)
+    rows = episodes.sample(load_model(policy, dtype=torch.float32), episodes.prompts(2), 2)
+    rollouts = episodes.write(store, policy, rows, prompts=world.write_prompts(store, rows))
+    with pytest.raises(LineageError, match="only trajectories"):
+        export(store, str(rollouts.ref), tmp_path / "sft.jsonl", Options("sft"))
+
+
+def test_json_lines_are_what_python_would_write():
+    rows = [
+        {"ids": [1, 2], "logprobs": [-0.5, -1e-12], "text": 'a "b"\n\u2028ü', "turns": [{"n": 1, "reward": None}], "flag": True, "own": {"a": [1, {"b": None}]}},
+        {"ids": [], "logprobs": [], "text": None, "turns": [], "flag": False, "own": 7},
+        {"ids": None, "logprobs": [3.0], "text": "", "turns": None, "flag": None, "own": None},
+    ]  # fmt: skip
+    kinds = {
+        "ids": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float32()),
+        "text": pa.string(),
+        "turns": pa.list_(pa.struct({"n": pa.int32(), "reward": pa.float32()})),
+        "flag": pa.bool_(),
+    }
+    columns = {name: pa.array([row[name] for row in rows], kind) for name, kind in kinds.items()}
+    table = pa.table({**columns, "own": json_array([row["own"] for row in rows])})
+    for sliced, expected in ((table, rows), (table.slice(1), rows[1:])):
+        read = [json.loads(line) for line in to_lines(sliced).split(b"\n") if line]
+        for row, line in zip(expected, read, strict=True):
+            told = {name: cell for name, cell in row.items() if cell is not None}
+            told["logprobs"] = [pytest.approx(number, rel=1e-6) for number in row["logprobs"]]
+            if row["turns"]:
+                told["turns"] = [{"n": 1}]
+            assert line == told

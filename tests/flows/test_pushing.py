@@ -1,0 +1,63 @@
+"""`quiver push`: the card and the files, and a hub that does not answer."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import yaml
+
+from quiver.flows.pushing import prepare, push
+from quiver.schemas.errors import ConfigError, RemoteError
+from quiver.stages.core.store import Store
+from quiver.stages.model.checkpoints import model_entry
+from tests import exported
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Store, exported.Made]:
+    folder = tmp_path_factory.mktemp("pushed")
+    store = Store(folder / "store")
+    return store, exported.make(store, folder)
+
+
+def test_a_card_says_what_a_dataset_was_made_of(made):
+    _, versions = made
+    operations = prepare(versions.prompts)
+    files = {operation.path_in_repo: operation.path_or_fileobj for operation in operations}
+    text = files.pop("README.md").decode()
+    assert [*files] == [entry.name for entry in versions.prompts.manifest.files]
+    _, front, body = text.split("---\n", 2)
+    assert yaml.safe_load(front)["configs"][0]["data_files"] == "*.arrow"
+    weights = model_entry("policy", versions.policy).tokenizer
+    assert f"| policy, tokenizer | tiny/policy@0 | {weights} |" in body
+    settings = json.loads(re.search(r"```json\n(.*?)\n```", body, re.DOTALL)[1])
+    assert settings["source"] == "asked.jsonl", "without its folder"
+    assert settings["system"] == exported.SYSTEM
+    assert "| prompt_ids | list<item: int32 not null> |" in body
+
+
+def test_a_policy_is_a_folder_of_transformers_without_the_manifest(made):
+    _, versions = made
+    names = {operation.path_in_repo for operation in prepare(versions.policy)}
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert "manifest.json" not in names
+
+
+@pytest.mark.parametrize("url", ["hf://me/repo", "s3://datasets/me/repo", "me/repo"])
+def test_rows_go_to_a_repository_of_datasets(made, url):
+    store, versions = made
+    with pytest.raises(ConfigError, match="hf://datasets/NAME/REPO"):
+        push(store, str(versions.rollouts.ref), url)
+
+
+def test_a_hub_that_does_not_answer_is_named(made, monkeypatch):
+    from huggingface_hub import constants
+
+    store, versions = made
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(RemoteError) as caught:
+        push(store, str(versions.rollouts.ref), "hf://datasets/me/repo")
+    assert caught.value.object == "hub http://127.0.0.1:9"
