@@ -88,7 +88,8 @@ def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> N
         writer.write_table(table)
         writer.finish(status=status, device=device)
     metrics = metrics_of(loaded, trainer, writers["policy"].seconds.get("steps", 0.0))
-    writers["policy"].finish(metrics=_finite(metrics), device=device)
+    devices = trainer.accelerator.num_processes
+    writers["policy"].finish(metrics=_finite(metrics), device=device, devices=devices)
 
 
 def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_a_line_of_a_thousand_policies(store, capsys):
         manifest = first.manifest.model_copy(update=changes)
         (copy / "manifest.json").write_bytes(manifest.to_json())
     ref = f"bench/policy@{length}"
-    versions.lineage(ref, store=store.url)
+    versions.lineage(ref, depth="all", store=store.url)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [ref, f"  policy: bench/policy@{length - 1}"]
     assert lines[length].strip() == "policy: bench/policy@0" and len(lines) == length + 1

@@ -61,9 +61,10 @@ class _CutNote(_Note):
 
 
 class _SourcesNote(_Note):
-    """References of the versions that the stage reads."""
+    """References of the versions that the stage reads, and the number of earlier attempts."""
 
     refs: list[str]
+    unfinished: int = Field(0, ge=0)
 
 
 class _ReportNote(_Note):
@@ -72,6 +73,7 @@ class _ReportNote(_Note):
     shards: int = Field(ge=0)
     slowest: float
     seconds: dict[str, float]
+    usage: dict[str, float]
     tokens: int = Field(0, ge=0)
     engine: dict[str, Any] = {}
     scorers: dict[str, float] = {}

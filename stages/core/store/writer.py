@@ -86,6 +86,7 @@ from .notes import (
 )
 from .sharing import CommittedByOther, SharedShards, SoleShards
 from .storage import read_table, size_and_sha256, with_checksum
+from .usage import peaks, processor_seconds, usage_of
 from .versions import Version, schema_module
 
 ROWS_PER_SHARD = 256
@@ -151,9 +152,11 @@ class Writer:
             self._files += f".{worker}"
         self._count: int | None = None
         self._started_at = time.monotonic()
+        self._processor_before = processor_seconds()
         self._entries: tuple[FileEntry, ...] = ()
         self._schema_name = "policy/1"
         self._finished: dict[str, Any] | None = None
+        self._num_devices = 0
         self._put: dict[str, Future[tuple[int, str]]] = {}
         """Size and sha256 of the policy's files that are put while it is written, by name."""
         self._ids: pa.ChunkedArray | None = None
@@ -355,11 +358,13 @@ class Writer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started_at
 
     def report(self) -> dict[str, Any]:
-        """Return this process's report: `report_fields`, seconds by phase, its shards."""
+        """Return this process's report: `report_fields`, seconds by phase, usage, its shards."""
         total = time.monotonic() - self._started_at
+        processor = processor_seconds() - self._processor_before
         return {
             **self.report_fields,
             "seconds": {**self.seconds, "total": total},
+            "usage": {"processor_seconds": processor, **peaks()},
             **self.shards.report(),
         }
 
@@ -374,6 +379,7 @@ class Writer:
         status: dict[str, int] | None = None,
         models: tuple[ModelEntry, ...] | None = None,
         device: str = "cpu",
+        devices: int = 1,
         ids: pa.ChunkedArray | None = None,
     ) -> None:
         """Declare all data written, and give the remaining fields of the manifest.
@@ -381,9 +387,11 @@ class Writer:
         Args:
             status: rows by outcome.
             models: replaces the plan's models. Default: the plan's.
+            devices: how many such devices each process held; of "cpu" none is counted.
             ids: what the column rollout_id must hold. None: not checked.
         """
         self._ids = ids
+        self._num_devices = 0 if device == "cpu" else devices
         self._finished = {
             "metrics": metrics or {},
             "status": status or {},
@@ -444,8 +452,15 @@ class Writer:
                 )
             self._schema_name = kind_of(schema_module(self.kind).check(table))
 
-    def publish(self, lease: Lease, metrics: dict[str, Any]) -> None:
+    def publish(
+        self, lease: Lease, metrics: dict[str, Any], usage: dict[str, float] | None = None
+    ) -> None:
         """Make the version visible under the next number, and set `committed`.
+
+        Args:
+            metrics: added to those that the stage gave.
+            usage: added to what was measured. None: nothing is recorded, because another version of
+                the same work records it.
 
         Raises:
             ConflictError: the plan allows one number only, and it is taken.
@@ -454,6 +469,8 @@ class Writer:
         """
         plan = self._plan
         schema = self._schema_name
+        reports = self.reports()
+        measured = {} if usage is None else {**usage_of(reports, self._num_devices), **usage}
         fields = {
             **plan.manifest_fields(),
             **self._finished,
@@ -466,7 +483,8 @@ class Writer:
             "rows": sum(entry.rows for entry in self._entries),
             "content_hash": content_hash(schema, self._entries),
             "bytes": {"data": sum(entry.bytes for entry in self._entries)},
-            "seconds": summed_seconds([report["seconds"] for report in self.reports()]),
+            "seconds": summed_seconds([report["seconds"] for report in reports]),
+            "usage": measured,
         }
         sizes = {entry.name: entry.bytes for entry in self._entries}
         with storage_errors(self._name):
@@ -535,6 +553,8 @@ class Staging:
         self.lease: Lease | None = None
         """The work lease, if this process does the work alone."""
         self._force = force
+        self._num_unfinished = 0
+        """Earlier attempts of single processes that did not finish."""
 
     @property
     def committed(self) -> Version | None:
@@ -560,7 +580,8 @@ class Staging:
             metrics[kind] = str(writer.committed.ref)
         if not self.last.shards.is_sole:
             metrics["workers"] = sum(report["shards"] > 0 for report in self.last.reports())
-        self.last.publish(lease, metrics)
+        usage = {"unfinished_attempts": self._num_unfinished} if self._num_unfinished else {}
+        self.last.publish(lease, metrics, usage)
         return self.committed
 
     @contextmanager
@@ -573,6 +594,9 @@ class Staging:
             sharers = list(self.leases.workers().values())
             if sharers:
                 raise self._busy(sharers[0], ", and shares it with others")
+            earlier = self.last.read_note(SOURCES)
+            if earlier is not None and not self._force:
+                self._num_unfinished = earlier.get("unfinished", 0) + 1
             for writer in self.writers.values():
                 writer.shards = SoleShards(writer)
                 # half a checkpoint is not worth keeping, nor the tables that are made with it
@@ -619,7 +643,7 @@ class Staging:
             self.last.stop_if_committed()
             sources = [str(version.ref) for version in self.plan.inputs.values()]
             sources += [model.ref for model in self.plan.models]
-            self.last.write_note(SOURCES, {"refs": sources})
+            self.last.write_note(SOURCES, {"refs": sources, "unfinished": self._num_unfinished})
             for ref in filter(None, map(as_version, dict.fromkeys(sources))):
                 self.plan.store.resolve(ref)  # it may have expired before the note
 
