@@ -51,8 +51,8 @@ COMMANDS = (
     running.estimate, sweeping.sweep,
     episodes.reenact, episodes.branch, episodes.import_,
     placing.serve, placing.deploy, doctor.doctor,
-    versions.ls, versions.show, viewing.view, versions.lineage, versions.diff, versions.compare,
-    versions.verify, versions.rm, cleaning.gc, versions.tag, versions.history, versions.report,
+    versions.ls, versions.show, viewing.view, versions.lineage, versions.cost,
+    versions.diff, versions.compare, versions.verify, versions.rm, cleaning.gc, versions.tag, versions.history, versions.report,
     listing.keys, listing.algorithms, listing.rewards, listing.engines,
 )  # fmt: skip
 app = typer.Typer(

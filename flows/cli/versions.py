@@ -271,6 +271,21 @@ def _row_lines(answer: dict[str, Any]) -> list[str]:
     return lines
 
 
+def cost(
+    run: Annotated[str, typer.Argument(help="the run", autocompletion=completion.runs)],
+    by: Annotated[str, typer.Option(help="stage, iteration or day")] = "stage",
+    store: StorePath = None,
+) -> None:
+    """Show what a run cost: seconds by phase, processor and device seconds, memory, tokens."""
+    from quiver.flows.look import cost as costs
+
+    if by not in costs.BY:
+        problem = f"expected one of {', '.join(costs.BY)}, got {printable(by)}"
+        raise ConfigError("--by", problem, next="name one of these")
+    answer = costs.cost(open_store(store), check_name(run, "run"), by)
+    say(answer, costs.cost_lines(answer))
+
+
 def diff(
     first: ReadReference,
     second: ReadReference,

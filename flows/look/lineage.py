@@ -30,7 +30,7 @@ from quiver.stages.core.threads import map_in_threads
 
 SHORTEST_FOLD = 3
 """Least policies, or least versions made alike of one version, that are folded into one node."""
-_BESIDE_A_POLICY = ("advantages", "updates")
+BESIDE_A_POLICY = ("advantages", "updates")
 """Kinds that optimize writes beside a policy; descent names the policy alone."""
 
 
@@ -89,7 +89,7 @@ class Index:
     def users(self) -> dict[str, list[str]]:
         """References of what was made of each version, by kind, in the order of making."""
         users: dict[str, list[str]] = defaultdict(list)
-        kinds = [kind for kind in KINDS if kind not in _BESIDE_A_POLICY]
+        kinds = [kind for kind in KINDS if kind not in BESIDE_A_POLICY]
         for kind, run in product(kinds, self._store.runs()):
             entries = self.folder(run, kind).items()
             for ref, summary in sorted(entries, key=lambda entry: entry[1].created):

@@ -8,6 +8,8 @@ Not of the spine: no output depends on it.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import resource
 import sys
 from collections.abc import Sequence
@@ -18,8 +20,11 @@ import psutil
 
 
 def processor_seconds() -> float:
-    """Return the processor seconds of this process and its descendants up to now. A descendant
-    that has ended counts if it was waited for."""
+    """Return the processor seconds of this process and its descendants up to now.
+
+    Counted are those that have ended and were waited for, and children of `multiprocessing` that
+    live on, such as the process of a resident engine.
+    """
     total = 0.0
     for process in _family():
         with suppress(psutil.Error):  # it has ended
@@ -64,5 +69,8 @@ def usage_of(reports: Sequence[dict[str, Any]], devices: int) -> dict[str, float
 
 
 def _family() -> list[psutil.Process]:
-    here = psutil.Process()
-    return [here, *here.children(recursive=True)]
+    processes = []
+    for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
+        with suppress(psutil.Error):  # it has ended
+            processes.append(psutil.Process(pid))
+    return processes

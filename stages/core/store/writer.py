@@ -387,11 +387,11 @@ class Writer:
         Args:
             status: rows by outcome.
             models: replaces the plan's models. Default: the plan's.
-            devices: how many such devices each process held; of "cpu" none is counted.
+            devices: how many such devices each process held; none is counted of "cpu" and "server".
             ids: what the column rollout_id must hold. None: not checked.
         """
         self._ids = ids
-        self._num_devices = 0 if device == "cpu" else devices
+        self._num_devices = 0 if device in ("cpu", "server") else devices
         self._finished = {
             "metrics": metrics or {},
             "status": status or {},
