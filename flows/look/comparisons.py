@@ -67,3 +67,44 @@ def estimate_lines(answer: Mapping[str, Any], recipe: str) -> list[str]:
         else:
             refused.append(f"{policy}  left out: {each['refused']}")
     return [*lines, *(aligned(rows) if len(rows) > 1 else []), *refused]
+
+
+def bisection_lines(answer: Mapping[str, Any]) -> list[str]:
+    """Return the answer of `bisection.bisect`: a row for each policy that was measured, in the
+    order of measuring, and how sure the result is."""
+    good, first = answer["good"], answer["first"]
+    rows = [("policy", f"over {good['policy']}", "95 % interval", "p", "")]
+    for step in answer["steps"]:
+        verdict = "worse" if step["is_worse"] else "not told apart"
+        rows.append((step["policy"], *_difference_cells(step), verdict))
+    before = answer["before"]
+    change, interval, p = _difference_cells(answer["last_step"])
+    lines = [
+        f"{good['policy']} scores {score_of(good)}, and {answer['between']} of the policies "
+        f"between it and {answer['bad']['policy']} can be measured",
+        *aligned(rows),
+        f"first worse: {first}",
+        f"over {before}, the last that is not: {change}, 95 % interval {interval}, p {p}",
+    ]
+    if answer["last_step"]["is_worse"]:
+        lines.append("Sure: these two are told apart as well.")
+    else:
+        lines.append(
+            f"Not sure: these two are not told apart. The score may have fallen in several steps, "
+            f"or before {before}, by less than {good['n']} prompts show. Measure on more held-out "
+            "rows."
+        )
+    num_tests = len(answer["steps"])
+    lines.append(
+        f"{counted(num_tests, 'test')} at 95 %: a policy that is as good passes for worse in 2.5 % "
+        f"of cases each, so the search errs this way in at most {2.5 * num_tests:g} %."
+    )
+    if answer["gone"]:
+        lines.append(f"expired, so not measured: {', '.join(answer['gone'])}")
+    return lines
+
+
+def _difference_cells(step: Mapping[str, Any]) -> tuple[str, str, str]:
+    difference = step["difference"]
+    interval = interval_of(difference["interval"], "+")
+    return f"{difference['score']:+.4f}", interval, f"{difference['p']:.2g}"
