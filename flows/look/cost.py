@@ -12,7 +12,7 @@ its imports do not count.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quiver.schemas.errors import LineageError, printable
@@ -25,8 +25,8 @@ from .lineage import BESIDE_A_POLICY
 from .words import aligned, counted, number, size
 
 BY = ("stage", "iteration", "day")
-_SUMS = ("processor_seconds", "device_seconds", "unfinished_attempts")
 _MOSTS = ("devices", "peak_memory", "peak_device_memory")
+"""Parts of a version's usage of which a row has the largest; it has the sum of the others."""
 
 
 def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
@@ -55,20 +55,14 @@ def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
     ]
     if not refs:
         raise LineageError(f"run {printable(run)}", "has no versions", next="quiver ls")
-
-    def read(ref: Ref) -> dict[str, Any] | None:
-        return manifest_fields(store.storage.read(f"{ref.folder}/manifest.json"))
-
-    manifests = {
-        str(ref): fields
-        for ref, fields in zip(refs, map_in_threads(read, refs), strict=True)
-        if fields is not None
-    }
-    iterations = _iterations(manifests) if by == "iteration" else {}
+    keys = [f"{ref.folder}/manifest.json" for ref in refs]
+    read = map_in_threads(lambda key: manifest_fields(store.storage.read(key)), keys)
+    versions = [fields for fields in read if fields is not None]
+    iterations = _iterations(versions) if by == "iteration" else {}
     groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for ref, fields in manifests.items():
+    for fields in versions:
         if by == "iteration":
-            name = iterations.get(ref, "not trained on")
+            name = iterations.get(fields["run_key"], "not trained on")
         elif by == "day":
             name = fields["created"][:10]
         else:
@@ -77,58 +71,53 @@ def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
     names = list(groups)
     if by != "stage":
         names.sort(key=lambda name: (isinstance(name, str), name))
-    makers = [fields for fields in manifests.values() if fields["kind"] not in BESIDE_A_POLICY]
     return {
         "run": run,
         "by": by,
         "rows": [{"name": name, **_sum(groups[name])} for name in names],
-        "total": _sum(manifests.values()),
-        "unmeasured": sum(not fields.get("usage") for fields in makers),
-        "unreadable": len(refs) - len(manifests),
+        "total": _sum(versions),
+        "unmeasured": sum(not one.get("usage") for one in versions if _is_last(one)),
+        "unreadable": len(refs) - len(versions),
     }
 
 
-def _sum(versions: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _is_last(fields: Mapping[str, Any]) -> bool:
+    """True if a version is the one that records what its work took."""
+    return fields["kind"] not in BESIDE_A_POLICY
+
+
+def _sum(versions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one row of `cost`."""
-    sums: Counter[str] = Counter()
+    row: Counter[str] = Counter(versions=len(versions), seconds=0, tokens=0)
+    row["bytes"] = sum(sum(fields["bytes"].values()) for fields in versions)
     phases: Counter[str] = Counter()
-    mosts: dict[str, float] = {}
-    for fields in versions:
-        sums["versions"] += 1
-        sums["bytes"] += sum(fields["bytes"].values())
-        # its time is in the policy's manifest
-        if fields["kind"] in BESIDE_A_POLICY:
-            continue
-        sums["tokens"] += fields["metrics"].get("tokens") or 0
+    for fields in filter(_is_last, versions):
+        row["tokens"] += fields["metrics"].get("tokens") or 0
         for phase, seconds in fields["seconds"].items():
             if phase == "total":
-                sums["seconds"] += seconds
+                row["seconds"] += seconds
             else:
                 phases[f"{fields['stage']}: {phase}"] += seconds
-        usage = fields.get("usage", {})
-        sums.update({name: usage[name] for name in _SUMS if name in usage})
-        mosts |= {name: max(usage[name], mosts.get(name, 0)) for name in _MOSTS if name in usage}
-    row = {name: round(amount, 3) for name, amount in sums.items()}
-    return {"seconds": 0, "tokens": 0, **row, **mosts, "phases": dict(phases)}
+        for name, amount in fields.get("usage", {}).items():
+            row[name] = max(row[name], amount) if name in _MOSTS else row[name] + amount
+    return {**{name: round(amount, 3) for name, amount in row.items()}, "phases": dict(phases)}
 
 
-def _iterations(manifests: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """Return the iteration of each version that a policy was made of, or a measurement of one; the
-    first such policy decides."""
+def _iterations(versions: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the iteration of each version that a policy was made of, or a measurement of one, by
+    run key; the first such policy decides."""
     labels: dict[str, int] = {}
-    ends = [ref for ref, one in manifests.items() if one["kind"] in ("policy", "evaluations")]
-    for end in sorted(ends, key=lambda ref: manifests[ref]["created"]):
-        fields = manifests[end]
+    by_ref = {f"{one['run']}/{one['kind']}@{one['version']}": one for one in versions}
+    ends = [ref for ref, one in by_ref.items() if one["kind"] in ("policy", "evaluations")]
+    for end in sorted(ends, key=lambda ref: by_ref[ref]["created"]):
+        fields = by_ref[end]
         policies = [one["ref"] for one in fields["models"] if one["role"] == "policy"]
-        policy = end if fields["kind"] == "policy" else next(iter(policies), "")
-        if (measured := as_version(policy)) is None:
-            continue
-        beside = [fields["metrics"].get(kind) for kind in BESIDE_A_POLICY]
-        waiting = [end, *filter(None, beside)]
+        policy = as_version(end if fields["kind"] == "policy" else "".join(policies))
+        waiting = [end] if policy else []
         for ref in waiting:  # grows while it is walked
-            if ref in manifests and ref not in labels:
-                labels[ref] = measured.version
-                inputs = [one["ref"] for one in manifests[ref]["inputs"]]
+            if ref in by_ref and by_ref[ref]["run_key"] not in labels:
+                labels[by_ref[ref]["run_key"]] = policy.version
+                inputs = [one["ref"] for one in by_ref[ref]["inputs"]]
                 waiting += [one for one in inputs if "/policy@" not in one]
     return labels
 

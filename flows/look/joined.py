@@ -261,7 +261,7 @@ class Joined:
         for name, kind in self.own_columns.items():
             if not pa.types.is_string(kind):
                 functions.setdefault(
-                    name, lambda name=name: pc.cast(self.text(name), pa.float64()).to_numpy()
+                    name, lambda name=name: pc.cast(self.values(name), pa.float64()).to_numpy()
                 )
         return {name: cache(function) for name, function in functions.items()}
 
@@ -280,7 +280,7 @@ class Joined:
             if is_kind(field.type)
         }
 
-    def text(self, name: str) -> pa.ChunkedArray:
+    def values(self, name: str) -> pa.ChunkedArray:
         """Return a column of rollouts or one of `own_columns`. [rollouts]"""
         if name in _TEXTS:
             return self.rollouts.column(name)
@@ -336,7 +336,7 @@ class Joined:
             raise ConfigError(f"column {quoted_name(by)}", problem, next="name one of these")
         numbers = self.number(self.score_name) if self.score_name else [None] * len(self)
         columns = {
-            by: self.text(by),
+            by: self.values(by),
             "number": pa.array(numbers, pa.float64(), from_pandas=True),
             "position": pa.array(np.arange(len(self))),
         }
@@ -388,7 +388,7 @@ class Joined:
         own = [each for each, kind in self.own_columns.items() if pa.types.is_string(kind)]
         text_names = [*self._text_names, *own]
         if name in text_names and sign in ("=", "!="):
-            is_equal = pc.equal(self.text(name), text).fill_null(False).to_numpy()
+            is_equal = pc.equal(self.values(name), text).fill_null(False).to_numpy()
             return is_equal if sign == "=" else ~is_equal
         try:
             number = np.float32(text)

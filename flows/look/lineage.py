@@ -97,10 +97,6 @@ class Index:
                     users[source].append(ref)
         return users
 
-    def role(self, ref: str, source: str) -> str:
-        """Return the role of `source` in what `ref` was made of."""
-        return self.get(ref).sources[source]
-
     def trained_from(self, ref: str) -> str | None:
         """Return the policy that a policy was trained from, or None."""
         summary = self.get(ref) if "/policy@" in ref else None
@@ -150,12 +146,11 @@ def lineage(store: Store, ref: str, depth: int | None = None) -> dict[str, Any]:
 
     Raises LineageError or CorruptError about `ref` itself.
     """
-    root: dict[str, Any] = {"ref": ref}
-    seen: set[str] = set()
     index = Index(store)
-    waiting: list[tuple[dict[str, Any], str | None, int]] = [(root, None, 0)]
-    while waiting:
-        node, content_hash, level = waiting.pop()
+    root: dict[str, Any] = {"ref": ref}
+
+    def expand(node: dict[str, Any]) -> list[dict[str, Any]]:
+        content_hash = node.pop("content_hash", None)
         try:
             version, gone = open_kept(store, node.get("to", node["ref"]))
         except (LookupError, CorruptError) as error:
@@ -163,43 +158,25 @@ def lineage(store: Store, ref: str, depth: int | None = None) -> dict[str, Any]:
                 raise
             is_torn = isinstance(error, CorruptError)
             node |= {"error": str(error).partition("\n")[0]} if is_torn else {"missing": True}
-            continue
+            return []
         manifest = version.manifest
+        node["stage"] = manifest.stage
         if "to" not in node:
             node |= {"ref": manifest.ref, **gone}
-        node |= {"stage": manifest.stage, "inputs": []}
         if content_hash not in (None, manifest.content_hash):
             node["replaced"] = True
-            continue
-        if manifest.ref in seen and "to" not in node:
-            node["seen"] = True
-            continue
-        sources = sources_of(manifest)
-        if sources and level == depth:
-            node["more"] = True
-            continue
-        seen.add(manifest.ref)
-        hashes = {entry.ref: entry.content_hash for entry in manifest.inputs}
-        for source, role in sources.items():
+            return []
+        hashes = {entry.ref: {"content_hash": entry.content_hash} for entry in manifest.inputs}
+        children = []
+        for source, role in sources_of(manifest).items():
             child = {"role": role, "ref": source, "inputs": []}
+            chain = []
             if depth is not None and manifest.kind == role == "policy":
-                seen.update(_fold(child, index.chain(source, index.trained_from)))
-            node["inputs"].append(child)
-        # depth first: the last child is taken first, with everything below it
-        waiting += [
-            (child, hashes.get(child.get("to", child["ref"])), level + 1)
-            for child in reversed(node["inputs"])
-            if as_version(child["ref"])
-        ]
-    return root
+                chain = index.chain(source, index.trained_from)
+            children.append(child | (_folded(chain) or hashes.get(source, {})))
+        return children
 
-
-def _fold(node: dict[str, Any], chain: list[str]) -> list[str]:
-    """Let a node stand for all versions of `chain`, if they are enough. Returns them, or none."""
-    if len(chain) < SHORTEST_FOLD:
-        return []
-    node |= {"ref": chain[0], "to": chain[-1], "count": len(chain)}
-    return chain
+    return _walk(root, "inputs", depth, expand)
 
 
 def descent(store: Store, ref: str, depth: int | None = None) -> dict[str, Any]:
@@ -213,50 +190,61 @@ def descent(store: Store, ref: str, depth: int | None = None) -> dict[str, Any]:
     index = Index(store)
     version, gone = open_kept(store, ref)
     root: dict[str, Any] = {"ref": str(version.ref), "stage": version.manifest.stage, **gone}
+
+    def expand(node: dict[str, Any]) -> list[dict[str, Any]]:
+        source = node.get("to", node["ref"])
+        if "to" in node and "/policy@" not in source:
+            return []
+        policies = index.trained_on(source)
+        alike: dict[Any, list[str]] = defaultdict(list)
+        for user in index.users[source]:
+            key = (user.partition("@")[0], index.get(user).stage, index.get(user).sources[source])
+            alike[key if user not in policies and depth is not None else user].append(user)
+        children = []
+        for users in alike.values():
+            fold = _folded(users)
+            for user in users[:1] if fold else users:
+                summary = index.get(user)
+                if user in policies and depth is not None:
+                    fold = _folded(index.chain(user, index.next_policy))
+                about = {"role": summary.sources[source], "stage": summary.stage}
+                children.append({**about, "ref": user, "outputs": [], **fold})
+        return children
+
+    return _walk(root, "outputs", depth, expand)
+
+
+def _folded(refs: list[str]) -> dict[str, Any]:
+    """Return the fields of a node that stands for all of `refs`; none if they are few."""
+    if len(refs) < SHORTEST_FOLD:
+        return {}
+    return {"ref": refs[0], "to": refs[-1], "count": len(refs)}
+
+
+def _walk(
+    root: dict[str, Any],
+    key: str,
+    depth: int | None,
+    expand: Callable[[dict[str, Any]], list[dict[str, Any]]],
+) -> dict[str, Any]:
+    """Fill `key` of each node with its children by `expand`, each version's once; returns the
+    root. Depth first: the first child is followed by everything below it."""
     seen: set[str] = set()
     waiting = [(root, 0)]
     while waiting:
         node, level = waiting.pop()
-        node["outputs"] = []
-        end = node.get("to", node["ref"])
-        users = index.users[end]
-        if end in seen and users:
+        children = expand(node)
+        node[key] = []
+        if "to" not in node and node["ref"] in seen:
             node["seen"] = True
-        elif level == depth and users:
+        elif children and level == depth:
             node["more"] = True
         else:
-            seen.add(end)
-            node["outputs"] = _made_alike(index, end, users, is_folded=depth is not None)
-            waiting += [
-                (child, level + 1) for child in reversed(node["outputs"]) if "outputs" not in child
-            ]
+            seen |= {node["ref"], node.get("to", node["ref"])}
+            node[key] = children
+            walked = [child for child in children if as_version(child["ref"])]
+            waiting += [(child, level + 1) for child in reversed(walked)]
     return root
-
-
-def _made_alike(
-    index: Index, source: str, users: list[str], *, is_folded: bool
-) -> list[dict[str, Any]]:
-    """Return a node for each user of `source`, or for several of them, in their order."""
-    alike: dict[Any, list[str]] = defaultdict(list)
-    policies = index.trained_on(source)
-    for user in users:
-        run, _, _ = user.partition("@")
-        key = (run, index.get(user).stage, index.role(user, source))
-        alike[key if is_folded and user not in policies else user].append(user)
-    nodes = []
-    for same in alike.values():
-        first = {"role": index.role(same[0], source), "stage": index.get(same[0]).stage}
-        if len(same) >= SHORTEST_FOLD:
-            node = {**first, "outputs": []}
-            _fold(node, same)
-            nodes.append(node)
-            continue
-        for user in same:
-            node = {**first, "ref": user}
-            if is_folded and user in policies:
-                _fold(node, index.chain(user, index.next_policy))
-            nodes.append(node)
-    return nodes
 
 
 # -- one row
