@@ -13,11 +13,11 @@ Refused: a bad policy that does not descend from the good one, or is not told ap
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from quiver.schemas.errors import ConfigError, LineageError
+from quiver.schemas.errors import LineageError
 from quiver.schemas.manifest import line_of
-from quiver.schemas.metrics import score_numbers
 from quiver.schemas.refs import parse
 from quiver.stages.core.store import Store, Version
 from quiver.stages.evaluate.comparison import compare
@@ -36,73 +36,53 @@ def bisect(recipe: Recipe, good: str, bad: str) -> dict[str, Any]:
         bad: Reference of a policy that was trained from it, over any number of policies.
 
     Returns:
-        good, bad: `policy`, and score, stderr and n of its evaluation
-        between: number of policies between them that can be measured
-        gone: references of those that expired
-        steps: the measured policies in order, each with its `evaluation`, its `difference` to the
-            good one (score, stderr, n, interval and p) and `is_worse`
+        steps: the comparisons with `good`, as `compare` returns them (it is A), in the order in
+            which they were made, with `is_worse`; the first one is of `bad`
         first, before: the first worse policy, and the one before it
-        last_step: the comparison of these two, as in `steps`
+        last_step: the comparison of these two
+        gone: references of policies that expired, and were left out
 
     Raises:
         LineageError: `bad` does not descend from `good`, or is not told apart from it.
     """
     store = Store(recipe.store)
     named = [store.open(parse(name, recipe.run)) for name in (good, bad)]
-    for version in named:
-        if version.ref.kind != "policy":
-            problem = "expected a version of policy"
-            raise ConfigError(str(version.ref), problem, next=f"quiver ls {version.ref.run}")
-    policies = _between(store, *named)
-    evaluations: dict[str, Version] = {}
+    line = _between(store, *named)
+    policies = [policy for policy in line if store.exists(parse(policy))]
 
-    def measured(policy: str) -> Version:
-        if policy not in evaluations:
-            outcome = rerun(recipe, "evaluate", {"policy": policy})
-            evaluations[policy] = store.open(outcome.ref)
-        return evaluations[policy]
+    @cache
+    def measured(number: int) -> Version:
+        return store.open(rerun(recipe, "evaluate", {"policy": policies[number]}).ref)
 
-    def compared(policy: str, other: str) -> dict[str, Any]:
-        difference = compare(store, measured(other), measured(policy))["difference"]["score"]
-        is_worse = difference["score"] < 0 and difference["p"] <= 1 - CONFIDENCE
-        evaluation = str(measured(policy).ref)
-        return {
-            "policy": policy,
-            "evaluation": evaluation,
-            "difference": difference,
-            "is_worse": is_worse,
-        }
+    def compared(first: int, second: int) -> dict[str, Any]:
+        answer = compare(store, measured(first), measured(second))
+        score = answer["difference"]["score"]
+        is_worse = score["score"] < 0 and score["p"] <= 1 - CONFIDENCE
+        return {**answer, "is_worse": is_worse}
 
-    there = [policy for policy in policies if store.exists(parse(policy))]
-    low, high = 0, len(there) - 1
-    steps = [compared(there[high], there[low])]
+    low, high = 0, len(policies) - 1
+    steps = [compared(low, high)]
     if not steps[0]["is_worse"]:
-        difference = steps[0]["difference"]
+        score = steps[0]["difference"]["score"]
         raise LineageError(
-            f"{there[low]} {there[high]}",
-            f"the second is not told apart as worse: {difference['score']:+.4f} over "
-            f"{difference['n']} prompts, p {difference['p']:.2g}",
+            f"{policies[low]} {policies[high]}",
+            f"the second is not told apart as worse: {score['score']:+.4f} over {score['n']} "
+            f"prompts, p {score['p']:.2g}",
             next="name another policy as bad, or measure on more held-out rows",
         )
     while high - low > 1:
         middle = (low + high) // 2
-        steps.append(compared(there[middle], there[0]))
+        steps.append(compared(0, middle))
         if steps[-1]["is_worse"]:
             high = middle
         else:
             low = middle
-    ends = {
-        name: {"policy": policy, **score_numbers(measured(policy).manifest.metrics)}
-        for name, policy in (("good", there[0]), ("bad", there[-1]))
-    }
     return {
-        **ends,
-        "between": len(there) - 2,
-        "gone": [policy for policy in policies if policy not in there],
         "steps": steps,
-        "first": there[high],
-        "before": there[low],
-        "last_step": compared(there[high], there[low]),
+        "first": policies[high],
+        "before": policies[low],
+        "last_step": compared(low, high),
+        "gone": [policy for policy in line if policy not in policies],
     }
 
 
@@ -113,8 +93,7 @@ def _between(store: Store, good: Version, bad: Version) -> list[str]:
     line = []
     for manifest in line_of(bad.manifest, lambda ref: with_expired.open(ref).manifest):
         line.append(manifest.ref)
-        if manifest.ref == str(good.ref) and manifest.ref != str(bad.ref):
+        if manifest.ref == str(good.ref) != str(bad.ref):
             return line[::-1]
-    raise LineageError(
-        str(bad.ref), f"does not descend from {good.ref}", next=f"quiver lineage {bad.ref}"
-    )
+    problem = f"does not descend from {good.ref}"
+    raise LineageError(str(bad.ref), problem, next=f"quiver lineage {bad.ref}")

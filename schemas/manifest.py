@@ -105,7 +105,7 @@ class Manifest(_Part):
     content_hash: str = Field(pattern=_SHA)
     environment: dict[str, Any]
     seconds: dict[str, float]
-    usage: dict[str, float] = {}
+    usage: dict[str, int | float] = {}
     """What its making used (see `stages.core.store.usage`); empty if another version of the same
     work says it."""
     bytes: dict[str, _Count]

@@ -70,41 +70,34 @@ def estimate_lines(answer: Mapping[str, Any], recipe: str) -> list[str]:
 
 
 def bisection_lines(answer: Mapping[str, Any]) -> list[str]:
-    """Return the answer of `bisection.bisect`: a row for each policy that was measured, in the
-    order of measuring, and how sure the result is."""
-    good, first = answer["good"], answer["first"]
-    rows = [("policy", f"over {good['policy']}", "95 % interval", "p", "")]
-    for step in answer["steps"]:
-        verdict = "worse" if step["is_worse"] else "not told apart"
-        rows.append((step["policy"], *_difference_cells(step), verdict))
-    before = answer["before"]
-    change, interval, p = _difference_cells(answer["last_step"])
-    lines = [
-        f"{good['policy']} scores {score_of(good)}, and {answer['between']} of the policies "
-        f"between it and {answer['bad']['policy']} can be measured",
-        *aligned(rows),
-        f"first worse: {first}",
-        f"over {before}, the last that is not: {change}, 95 % interval {interval}, p {p}",
-    ]
-    if answer["last_step"]["is_worse"]:
-        lines.append("Sure: these two are told apart as well.")
-    else:
-        lines.append(
-            f"Not sure: these two are not told apart. The score may have fallen in several steps, "
-            f"or before {before}, by less than {good['n']} prompts show. Measure on more held-out "
-            "rows."
+    """Return the answer of `bisection.bisect`: a row for each comparison, and how sure it is."""
+    good = answer["steps"][0]["a"]
+    rows = [("policy", "score", "over", "difference", "95 % interval", "p", "")]
+    rows.append((good["policy"], score_of(good), *[""] * 5))
+    for step in [*answer["steps"], answer["last_step"]]:
+        score = step["difference"]["score"]
+        rows.append(
+            (
+                step["b"]["policy"],
+                score_of(step["b"]),
+                step["a"]["policy"],
+                f"{score['score']:+.4f}",
+                interval_of(score["interval"], "+"),
+                f"{score['p']:.2g}",
+                "worse" if step["is_worse"] else "not told apart",
+            )
         )
-    num_tests = len(answer["steps"])
-    lines.append(
-        f"{counted(num_tests, 'test')} at 95 %: a policy that is as good passes for worse in 2.5 % "
-        f"of cases each, so the search errs this way in at most {2.5 * num_tests:g} %."
+    first, before = answer["first"], answer["before"]
+    if answer["last_step"]["is_worse"]:
+        sure = f"Sure: it is told apart from {before}, the one before it, as well."
+    else:
+        sure = (
+            f"Not sure: it is not told apart from {before}, the one before it. The score may have "
+            f"fallen in several steps, or earlier by less than {good['n']} prompts can show."
+        )
+    risk = (
+        f"A policy as good as {good['policy']} passes for worse in 2.5 % of tests; "
+        f"{counted(len(answer['steps']), 'test')} decided."
     )
-    if answer["gone"]:
-        lines.append(f"expired, so not measured: {', '.join(answer['gone'])}")
-    return lines
-
-
-def _difference_cells(step: Mapping[str, Any]) -> tuple[str, str, str]:
-    difference = step["difference"]
-    interval = interval_of(difference["interval"], "+")
-    return f"{difference['score']:+.4f}", interval, f"{difference['p']:.2g}"
+    gone = [f"expired, so not measured: {', '.join(answer['gone'])}"] if answer["gone"] else []
+    return [*aligned(rows), f"first worse: {first}", sure, risk, *gone]

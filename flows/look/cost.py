@@ -29,6 +29,20 @@ _MOSTS = ("devices", "peak_memory", "peak_device_memory")
 """Parts of a version's usage of which a row has the largest; it has the sum of the others."""
 
 
+_COLUMNS = (
+    ("versions", "versions", number),
+    ("seconds", "seconds", number),
+    ("processor s", "processor_seconds", number),
+    ("device s", "device_seconds", number),
+    ("devices", "devices", number),
+    ("memory", "peak_memory", size),
+    ("on device", "peak_device_memory", size),
+    ("tokens", "tokens", number),
+    ("bytes", "bytes", size),
+)
+"""Title, key and words of each column of figures."""
+
+
 def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
     """Return what the versions of a run cost.
 
@@ -38,7 +52,7 @@ def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
     Returns:
         run, by: the arguments
         rows: for each stage, iteration or day its `name`, the number of `versions`, and in all
-            `seconds`, `phases` (seconds by stage and phase), `tokens` and `bytes`; what is recorded
+            `seconds`, `phases` (seconds by phase), `tokens` and `bytes`; what is recorded
             of `processor_seconds`, `device_seconds`, `unfinished_attempts` in all; and the most of
             `devices`, `peak_memory` and `peak_device_memory` that a version used
         total: the same of all of them
@@ -97,7 +111,7 @@ def _sum(versions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             if phase == "total":
                 row["seconds"] += seconds
             else:
-                phases[f"{fields['stage']}: {phase}"] += seconds
+                phases[phase] += seconds
         for name, amount in fields.get("usage", {}).items():
             row[name] = max(row[name], amount) if name in _MOSTS else row[name] + amount
     return {**{name: round(amount, 3) for name, amount in row.items()}, "phases": dict(phases)}
@@ -124,28 +138,23 @@ def _iterations(versions: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 def cost_lines(answer: Mapping[str, Any]) -> list[str]:
     """Return the answer of `cost` as a table, with the phases of each stage if it is by stage."""
-    head = ("versions", "seconds", "processor s", "device s", "devices", "memory", "on device")
-    table = [(answer["by"], *head, "tokens", "bytes")]
+    table = [(answer["by"], *(title for title, _, _ in _COLUMNS))]
     for row in [*answer["rows"], {"name": "total", **answer["total"]}]:
-        figures = [row.get(name) for name in ("processor_seconds", "device_seconds", "devices")]
-        sizes = [row.get(name) for name in ("peak_memory", "peak_device_memory")]
-        cells = [f"{row['versions']:,}", number(row["seconds"]), *map(number, figures)]
-        cells += [number(None) if amount is None else size(int(amount)) for amount in sizes]
-        tokens = number(row["tokens"]) if row["tokens"] else ""
-        table.append((printable(str(row["name"])), *cells, tokens, size(row["bytes"])))
-        if answer["by"] == "stage" and row["name"] != "total":
-            for phase, seconds in row["phases"].items():
-                name = f"  {printable(phase.partition(': ')[2])}"
-                table.append((name, "", number(seconds), *[""] * 7))
-    lines = aligned(table, right=range(1, 10))
+        cells = [
+            in_words(row[key]) if key in row else number(None) for _, key, in_words in _COLUMNS
+        ]
+        table.append((printable(str(row["name"])), *cells))
+        for phase, seconds in row["phases"].items() if answer["by"] == "stage" else ():
+            if row["name"] != "total":
+                empty = [""] * (len(_COLUMNS) - 2)
+                table.append((f"  {printable(phase)}", "", number(seconds), *empty))
+    lines = aligned(table, right=range(1, len(_COLUMNS) + 1))
     if attempts := answer["total"].get("unfinished_attempts"):
         text = "did not finish before these, and took a time that is not known"
         lines.append(f"{counted(attempts, 'attempt')} {text}")
-    for name, words in (
-        ("unmeasured", "no processor time, device or memory recorded"),
-        ("unreadable", "a damaged manifest, which is left out"),
-    ):
-        if count := answer[name]:
-            verb = "has" if count == 1 else "have"
-            lines.append(f"{counted(count, 'version')} {verb} {words}")
+    if count := answer["unmeasured"]:
+        text = "without record of processor time, devices and memory"
+        lines.append(f"{counted(count, 'version')} {text}")
+    if count := answer["unreadable"]:
+        lines.append(f"{counted(count, 'version')} with a damaged manifest, left out")
     return lines

@@ -37,7 +37,7 @@ def test_each_stage_counts_once_and_measurements_apart(store):
         "reward (held-out)": (2, 10.0),
     }
     optimize = rows["optimize"]
-    assert optimize["phases"] == {"optimize: work": 67.5} and optimize["bytes"] == 9000
+    assert optimize["phases"] == {"work": 67.5} and optimize["bytes"] == 9000
     assert (optimize["processor_seconds"], optimize["device_seconds"]) == (60.0, 180.0)
     assert (optimize["devices"], optimize["peak_device_memory"]) == (2, 7000)
     assert rows["generate"]["peak_memory"] == 1003 and rows["generate"]["tokens"] == 300
@@ -46,7 +46,7 @@ def test_each_stage_counts_once_and_measurements_apart(store):
     assert total["versions"] == 27 and total["unfinished_attempts"] == 1
     assert answer["unmeasured"] == 15
     text = "\n".join(cost_lines(answer))
-    assert "1 attempt did not finish" in text and "15 versions have no processor time" in text
+    assert "1 attempt did not finish" in text and "15 versions without record" in text
 
 
 def test_an_iteration_is_the_number_of_the_policy_trained_or_measured(store):
