@@ -29,11 +29,12 @@ _MOSTS = ("devices", "peak_memory", "peak_device_memory")
 """Parts of a version's usage of which a row has the largest; it has the sum of the others."""
 
 
+_SECONDS = "{:,.1f}".format
 _COLUMNS = (
     ("versions", "versions", number),
-    ("seconds", "seconds", number),
-    ("processor s", "processor_seconds", number),
-    ("device s", "device_seconds", number),
+    ("seconds", "seconds", _SECONDS),
+    ("processor s", "processor_seconds", _SECONDS),
+    ("device s", "device_seconds", _SECONDS),
     ("devices", "devices", number),
     ("memory", "peak_memory", size),
     ("on device", "peak_device_memory", size),
@@ -147,7 +148,7 @@ def cost_lines(answer: Mapping[str, Any]) -> list[str]:
         for phase, seconds in row["phases"].items() if answer["by"] == "stage" else ():
             if row["name"] != "total":
                 empty = [""] * (len(_COLUMNS) - 2)
-                table.append((f"  {printable(phase)}", "", number(seconds), *empty))
+                table.append((f"  {printable(phase)}", "", _SECONDS(seconds), *empty))
     lines = aligned(table, right=range(1, len(_COLUMNS) + 1))
     if attempts := answer["total"].get("unfinished_attempts"):
         text = "did not finish before these, and took a time that is not known"

@@ -37,8 +37,8 @@ workers = 1
 functions = [{ use = "rewards.py:score" }]
 """
 REWARD = """
-def score(completion_text, number, **_):
-    return [float("worse" not in text or n == 0) for text, n in zip(completion_text, number)]
+def score(completions, number, **_):
+    return [float("worse" not in text or n == 0) for text, n in zip(completions, number)]
 """
 FIRST_WORSE = 5
 

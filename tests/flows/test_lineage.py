@@ -227,7 +227,7 @@ def test_descent_folds_a_line_and_what_is_made_alike(long, capsys):
         "rollouts: long.eval/rewards@1 (more below)",
         "rollouts: long/evaluations@1",
         "ref: long/logprobs@1 … long/logprobs@4 × 4 versions",
-        "policy: long/evaluations@1",
+        "policy: long/evaluations@1 (above)",
         "policy: long/policy@1 … long/policy@12 × 12 iterations",
         "policy: long.eval/prompts@2 (more below)",
         "policy: long.eval/rollouts@2 (more below)",
