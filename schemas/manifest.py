@@ -106,8 +106,7 @@ class Manifest(_Part):
     environment: dict[str, Any]
     seconds: dict[str, float]
     usage: dict[str, int | float] = {}
-    """What its making used (see `stages.core.store.usage`); empty if another version of the same
-    work says it."""
+    """What its making used: see `stages.core.store.usage`."""
     bytes: dict[str, _Count]
     metrics: dict[str, Any]
     status: dict[str, _Count]

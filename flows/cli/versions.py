@@ -222,7 +222,7 @@ def lineage(
 
     if (ref is None) == (row is None) or (down and row):
         problem = "expected one of REF, REF --down and --row ID"
-        raise ConfigError("lineage", problem, next="quiver lineage --help")
+        raise ConfigError("lineage", problem, next="name one of these")
     if not (depth == "all" or depth.isdecimal()):
         problem = f"expected a number or all, got {printable(depth)}"
         raise ConfigError("--depth", problem, next="leave it out for 3")

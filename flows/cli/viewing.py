@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,10 @@ from quiver.schemas.refs import check_name
 
 from . import completion
 from .shared import StorePath, answers_in_json, open_store, or_latest, say
+
+if TYPE_CHECKING:
+    from quiver.flows.look.joined import Selection
+    from quiver.flows.look.paired import Paired
 
 WEB_DRIVER = "TEXTUAL_DRIVER"
 """Variable that textual-serve sets for the process behind a page."""
@@ -57,6 +61,8 @@ def view(
 ) -> None:
     """Look at rollouts, down to single tokens. Prints a plain table if the output is not a
     terminal."""
+    from quiver.flows.look.joined import Selection
+
     opened = open_store(store)
     is_served = WEB_DRIVER in os.environ  # this process answers to one page of a browser
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty()
@@ -66,14 +72,9 @@ def view(
         raise ConfigError(
             "quiver view", f"{library} is not installed here", next='pip install "quiver-rl[view]"'
         )
+    selection = Selection(sort, descending, where, search)
     if web:
-        from quiver.flows.look.view.web import serve
-
-        options = {"sort": sort, "where": where, "search": search, "store": opened.url}
-        words = [word for word in (ref, beside) if word]
-        words += [f"--{name}={text}" for name, text in options.items() if text]
-        words += ["--descending"] if descending else []
-        serve(["view", *words], lambda url: say({"url": url}, [f"{url}  (ends with Ctrl-C)"]))
+        _serve([word for word in (ref, beside) if word], selection, opened.url)
         return
     if ref is None or "/" not in ref:
         run = check_name(ref, "run") if ref else None
@@ -87,16 +88,19 @@ def view(
             "a plain table shows one version",
             next="name a version as in: arith/rollouts@latest",
         )
-    from quiver.flows.look.joined import Selection
     from quiver.flows.look.paired import pair
 
     paired = pair(opened, or_latest(ref), or_latest(beside) if beside else None)
-    selection = Selection(sort, descending, where, search)
     if is_app:
         from quiver.flows.look.view.app import ViewApp
 
         ViewApp(opened, paired, selection).run()
         return
+    _print_plain(paired, selection, by, n)
+
+
+def _print_plain(paired: Paired, selection: Selection, by: str, n: int) -> None:
+    """Print the first `n` selected rollouts, or means by a column."""
     from quiver.flows.look.view.plain import group_lines, lines_of
 
     if by:
@@ -116,3 +120,13 @@ def view(
         say(answer, [])
     else:
         say({}, lines_of(paired, positions))
+
+
+def _serve(refs: list[str], selection: Selection, store: str) -> None:
+    """Serve the application to a browser, and print its address."""
+    from quiver.flows.look.view.web import serve
+
+    options = {name: getattr(selection, name) for name in ("sort", "where", "search")}
+    words = [f"--{name}={text}" for name, text in {**options, "store": store}.items() if text]
+    words += ["--descending"] if selection.descending else []
+    serve(["view", *refs, *words], lambda url: say({"url": url}, [f"{url}  (ends with Ctrl-C)"]))

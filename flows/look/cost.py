@@ -113,9 +113,20 @@ def _sum(versions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 row["seconds"] += seconds
             else:
                 phases[phase] += seconds
-        for name, amount in fields.get("usage", {}).items():
+        usage = {**fields.get("usage", {}), **_devices(fields)}
+        for name, amount in usage.items():
             row[name] = max(row[name], amount) if name in _MOSTS else row[name] + amount
     return {**{name: round(amount, 3) for name, amount in row.items()}, "phases": dict(phases)}
+
+
+def _devices(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return how many devices the processes of a stage held, and for how many device seconds."""
+    if fields["environment"].get("device", "cpu") in ("cpu", "server"):
+        return {}
+    metrics, options = fields["metrics"], fields["config"].get("options") or {}
+    devices = metrics.get("processes") or options.get("tensor_parallel_size", 1)
+    devices *= metrics.get("workers", 1)
+    return {"devices": devices, "device_seconds": devices * fields["seconds"]["total"]}
 
 
 def _iterations(versions: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -118,14 +118,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         metrics["other_engines"] = other_infos
     if dropped:
         status["dropped"] = len(dropped)
-    options = engine_options(config.engine, config.options)
-    writer.finish(
-        metrics=metrics,
-        status=status,
-        device=info.get("device", "cpu"),
-        devices=getattr(options, "tensor_parallel_size", 1),
-        ids=rows.rollout_ids,
-    )
+    device = info.get("device", "cpu")
+    writer.finish(metrics=metrics, status=status, device=device, ids=rows.rollout_ids)
 
 
 def engine_setup(

@@ -88,8 +88,7 @@ def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> N
         writer.write_table(table)
         writer.finish(status=status, device=device)
     metrics = metrics_of(loaded, trainer, writers["policy"].seconds.get("steps", 0.0))
-    devices = trainer.accelerator.num_processes
-    writers["policy"].finish(metrics=_finite(metrics), device=device, devices=devices)
+    writers["policy"].finish(metrics=_finite(metrics), device=device)
 
 
 def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """`quiver bisect`: policies whose templates decide what the scripted engine echoes."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -59,11 +58,11 @@ def workplace(tmp_path, monkeypatch):
         with begin(
             store, "line", "policy", stage="optimize", inputs={"policy": parent}, **about
         ) as work:
-            for path in filter(Path.is_file, first.files.folder.iterdir()):
-                content = path.read_bytes()
-                if number >= FIRST_WORSE and path.name.startswith("chat_template"):
+            for name in first.files.names:
+                content = first.files.read(name)
+                if number >= FIRST_WORSE and name.startswith("chat_template"):
                     content = content.replace(b"assistant", b"worse")
-                (work.folder / path.name).write_bytes(content)
+                (work.folder / name).write_bytes(content)
             parent = work.commit()
     stages = []
     stay_here(tmp_path, monkeypatch, stages)

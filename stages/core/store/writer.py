@@ -82,11 +82,10 @@ from .notes import (
     note_name,
     read_note,
     shard_name,
-    summed_seconds,
 )
 from .sharing import CommittedByOther, SharedShards, SoleShards
 from .storage import read_table, size_and_sha256, with_checksum
-from .usage import peaks, processor_seconds, usage_of
+from .usage import Meter, totals_of
 from .versions import Version, schema_module
 
 ROWS_PER_SHARD = 256
@@ -151,12 +150,10 @@ class Writer:
         if kind == "policy":
             self._files += f".{worker}"
         self._count: int | None = None
-        self._started_at = time.monotonic()
-        self._processor_before = processor_seconds()
+        self._meter = Meter()
         self._entries: tuple[FileEntry, ...] = ()
         self._schema_name = "policy/1"
         self._finished: dict[str, Any] | None = None
-        self._num_devices = 0
         self._put: dict[str, Future[tuple[int, str]]] = {}
         """Size and sha256 of the policy's files that are put while it is written, by name."""
         self._ids: pa.ChunkedArray | None = None
@@ -359,12 +356,9 @@ class Writer:
 
     def report(self) -> dict[str, Any]:
         """Return this process's report: `report_fields`, seconds by phase, usage, its shards."""
-        total = time.monotonic() - self._started_at
-        processor = processor_seconds() - self._processor_before
         return {
             **self.report_fields,
-            "seconds": {**self.seconds, "total": total},
-            "usage": {"processor_seconds": processor, **peaks()},
+            **self._meter.report(self.seconds),
             **self.shards.report(),
         }
 
@@ -379,7 +373,6 @@ class Writer:
         status: dict[str, int] | None = None,
         models: tuple[ModelEntry, ...] | None = None,
         device: str = "cpu",
-        devices: int = 1,
         ids: pa.ChunkedArray | None = None,
     ) -> None:
         """Declare all data written, and give the remaining fields of the manifest.
@@ -387,11 +380,9 @@ class Writer:
         Args:
             status: rows by outcome.
             models: replaces the plan's models. Default: the plan's.
-            devices: how many such devices each process held; none is counted of "cpu" and "server".
             ids: what the column rollout_id must hold. None: not checked.
         """
         self._ids = ids
-        self._num_devices = 0 if device in ("cpu", "server") else devices
         self._finished = {
             "metrics": metrics or {},
             "status": status or {},
@@ -452,15 +443,8 @@ class Writer:
                 )
             self._schema_name = kind_of(schema_module(self.kind).check(table))
 
-    def publish(
-        self, lease: Lease, metrics: dict[str, Any], usage: dict[str, float] | None = None
-    ) -> None:
+    def publish(self, lease: Lease, metrics: dict[str, Any]) -> None:
         """Make the version visible under the next number, and set `committed`.
-
-        Args:
-            metrics: added to those that the stage gave.
-            usage: added to what was measured. None: nothing is recorded, because another version of
-                the same work records it.
 
         Raises:
             ConflictError: the plan allows one number only, and it is taken.
@@ -469,8 +453,6 @@ class Writer:
         """
         plan = self._plan
         schema = self._schema_name
-        reports = self.reports()
-        measured = {} if usage is None else {**usage_of(reports, self._num_devices), **usage}
         fields = {
             **plan.manifest_fields(),
             **self._finished,
@@ -483,8 +465,7 @@ class Writer:
             "rows": sum(entry.rows for entry in self._entries),
             "content_hash": content_hash(schema, self._entries),
             "bytes": {"data": sum(entry.bytes for entry in self._entries)},
-            "seconds": summed_seconds([report["seconds"] for report in reports]),
-            "usage": measured,
+            **totals_of(self.reports(), lease),
         }
         sizes = {entry.name: entry.bytes for entry in self._entries}
         with storage_errors(self._name):
@@ -553,8 +534,6 @@ class Staging:
         self.lease: Lease | None = None
         """The work lease, if this process does the work alone."""
         self._force = force
-        self._num_unfinished = 0
-        """Earlier attempts of single processes that did not finish."""
 
     @property
     def committed(self) -> Version | None:
@@ -580,8 +559,7 @@ class Staging:
             metrics[kind] = str(writer.committed.ref)
         if not self.last.shards.is_sole:
             metrics["workers"] = sum(report["shards"] > 0 for report in self.last.reports())
-        usage = {"unfinished_attempts": self._num_unfinished} if self._num_unfinished else {}
-        self.last.publish(lease, metrics, usage)
+        self.last.publish(lease, metrics)
         return self.committed
 
     @contextmanager
@@ -594,9 +572,6 @@ class Staging:
             sharers = list(self.leases.workers().values())
             if sharers:
                 raise self._busy(sharers[0], ", and shares it with others")
-            earlier = self.last.read_note(SOURCES)
-            if earlier is not None and not self._force:
-                self._num_unfinished = earlier.get("unfinished", 0) + 1
             for writer in self.writers.values():
                 writer.shards = SoleShards(writer)
                 # half a checkpoint is not worth keeping, nor the tables that are made with it
@@ -643,7 +618,7 @@ class Staging:
             self.last.stop_if_committed()
             sources = [str(version.ref) for version in self.plan.inputs.values()]
             sources += [model.ref for model in self.plan.models]
-            self.last.write_note(SOURCES, {"refs": sources, "unfinished": self._num_unfinished})
+            self.last.write_note(SOURCES, {"refs": sources})
             for ref in filter(None, map(as_version, dict.fromkeys(sources))):
                 self.plan.store.resolve(ref)  # it may have expired before the note
 

@@ -39,10 +39,6 @@ def test_memory_is_the_largest_that_a_process_held(store):
     assert made(store, work)["peak_memory"] > 600_000_000
 
 
-def test_no_device_is_counted_of_a_stage_on_processors(store):
-    assert not {"devices", "device_seconds"} & made(store).keys()
-
-
 def test_attempts_that_did_not_finish_are_counted(store):
     def fail():
         raise OSError("away")
