@@ -105,6 +105,8 @@ class Manifest(_Part):
     content_hash: str = Field(pattern=_SHA)
     environment: dict[str, Any]
     seconds: dict[str, float]
+    usage: dict[str, int | float] = {}
+    """What its making used: see `stages.core.store.usage`."""
     bytes: dict[str, _Count]
     metrics: dict[str, Any]
     status: dict[str, _Count]

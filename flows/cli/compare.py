@@ -21,6 +21,7 @@ _ALWAYS_DIFFERENT = {
     "content_hash",
     "run_key",
     "seconds",
+    "usage",
     "bytes",
     "files",
     "run",

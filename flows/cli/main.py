@@ -50,11 +50,12 @@ from .shared import CALLED, keep_stdout, nobody_reads, say, with_options
 _UsageError = typer.BadParameter.__base__  # The class of the click that typer brings along.
 COMMANDS = (
     running.run, running.check, fitting.fit, running.nightly, *running.STAGES,
-    running.estimate, sweeping.sweep, judging.teach, judging.audit,
+    running.estimate, running.bisect, sweeping.sweep, judging.teach, judging.audit,
     episodes.reenact, episodes.branch, episodes.import_, exporting.export, exporting.push,
     placing.serve, placing.deploy, doctor.doctor,
-    versions.ls, versions.show, viewing.view, versions.lineage, versions.diff, versions.compare,
-    versions.verify, versions.rm, cleaning.gc, versions.tag, versions.history, versions.report,
+    versions.ls, versions.show, viewing.view, versions.lineage, versions.cost,
+    versions.diff, versions.compare, versions.verify, versions.rm, cleaning.gc,
+    versions.tag, versions.history, versions.report,
     listing.keys, listing.algorithms, listing.rewards, listing.engines,
 )  # fmt: skip
 app = typer.Typer(

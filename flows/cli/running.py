@@ -219,6 +219,33 @@ def estimate(
     say(answer, estimate_lines(answer, str(recipe)))
 
 
+def bisect(
+    recipe: RecipeFile,
+    good: Annotated[
+        str, typer.Option(help="a policy that is good", autocompletion=completion.references)
+    ],
+    bad: Annotated[
+        str,
+        typer.Option(
+            help="a worse policy that descends from it", autocompletion=completion.references
+        ),
+    ],
+    store: StorePath = None,
+    settings: Settings = None,
+) -> None:
+    """Find the first policy that is worse. Measures few of those between two on the held-out rows;
+    finished measurements are not repeated."""
+    from quiver.flows.bisection import bisect as search
+    from quiver.flows.calls import by_hand
+    from quiver.flows.look.comparisons import bisection_lines
+    from quiver.flows.look.live import shown_live
+
+    loaded = read_recipe(recipe, settings, store)
+    with shown_live(), by_hand(loaded):
+        answer = search(loaded, good, bad)
+    say(answer, bisection_lines(answer))
+
+
 def _stage_command(name: str, help: str) -> Callable[..., None]:
     """Return the command `quiver NAME RECIPE`: one stage on saved versions.
 

@@ -192,28 +192,98 @@ _MARKS = {
     "missing": "missing",
     "replaced": "replaced: it has other content now",
     "error": "torn",
+    "more": "more below",
 }
 """Words for the marks of a node of a lineage."""
+_MOST_ASKED = 10
+"""Rollouts versions that `--row` shows, unless with `--depth all`."""
 
 
-def lineage(ref: ReadReference, store: StorePath = None) -> None:
-    """Show what a version was made from, down to the sources."""
-    from quiver.flows.look.lineage import lineage as trace
+def lineage(
+    ref: Annotated[
+        str | None,
+        typer.Argument(
+            help="run/kind@version; run/kind is its latest",
+            metavar="[REF]",
+            autocompletion=completion.references,
+        ),
+    ] = None,
+    down: Annotated[bool, typer.Option("--down", help="what was made from it instead")] = False,
+    row: Annotated[
+        str | None, typer.Option(help="where this rollout or group was asked and trained on")
+    ] = None,
+    depth: Annotated[
+        str, typer.Option(help="levels to show; `all` also shows each of a long line of policies")
+    ] = "3",
+    store: StorePath = None,
+) -> None:
+    """Show what a version was made from, down to the sources; or what was made from it."""
+    from quiver.flows.look import lineage as trace
 
-    root = trace(open_store(store), ref)
+    if (ref is None) == (row is None) or (down and row):
+        problem = "expected one of REF, REF --down and --row ID"
+        raise ConfigError("lineage", problem, next="name one of these")
+    if not (depth == "all" or depth.isdecimal()):
+        problem = f"expected a number or all, got {printable(depth)}"
+        raise ConfigError("--depth", problem, next="leave it out for 3")
+    opened = open_store(store)
+    most = None if depth == "all" else int(depth)
+    if row is not None:
+        answer = trace.trace_row(opened, row, None if most is None else _MOST_ASKED)
+        say(answer, _row_lines(answer))
+        return
+    root = (trace.descent if down else trace.lineage)(opened, or_latest(ref), most)
     lines = []
     torn = []
     waiting = [(root, "")]
     while waiting:
         node, indent = waiting.pop()
         role = f"{printable(node['role'])}: " if "role" in node else ""
+        text = printable(node["ref"])
+        if "to" in node:
+            noun = "iterations" if parse(node["to"]).kind == "policy" else "versions"
+            text += f" … {printable(node['to'])} × {node['count']:,} {noun}"
         mark = "".join(f" ({words})" for name, words in _MARKS.items() if name in node)
-        lines.append(f"{indent}{role}{printable(node['ref'])}{mark}")
+        lines.append(f"{indent}{role}{text}{mark}")
         torn += [node["error"]] if "error" in node else []
-        waiting += [(child, f"{indent}  ") for child in reversed(node["inputs"])]
+        children = node.get("outputs", node.get("inputs", []))
+        waiting += [(child, f"{indent}  ") for child in reversed(children)]
     say(root, [*lines, *torn])
     if torn:
         raise SystemExit(CorruptError.exit_code)
+
+
+def _row_lines(answer: dict[str, Any]) -> list[str]:
+    """Return lines about where a row went, from `trace_row`."""
+    lines = []
+    for asked in answer["asked"]:
+        prompts = f" of {printable(asked['prompts'])}" if asked["prompts"] else ""
+        lines.append(f"asked in        {printable(asked['rollouts'])}{prompts}")
+        for use in asked["policies"]:
+            counts = {"kept": use["kept"], **(use["dropped"] or {})}
+            words = ", ".join(f"{count} {printable(name)}" for name, count in counts.items())
+            words = words if use["dropped"] is not None else "its advantages are gone"
+            lines.append(f"trained on by   {printable(use['policy'])} ({words})")
+    lines += [f"in the line of  {printable(policy)}" for policy in answer["line"]]
+    num_more = answer["num_asked"] - len(answer["asked"])
+    if num_more:
+        lines.append(f"{num_more:,} earlier rollouts versions have it too: --depth all")
+    return lines
+
+
+def cost(
+    run: Annotated[str, typer.Argument(help="the run", autocompletion=completion.runs)],
+    by: Annotated[str, typer.Option(help="stage, iteration or day")] = "stage",
+    store: StorePath = None,
+) -> None:
+    """Show what a run cost: seconds by phase, processor and device seconds, memory, tokens."""
+    from quiver.flows.look import cost as costs
+
+    if by not in costs.BY:
+        problem = f"expected one of {', '.join(costs.BY)}, got {printable(by)}"
+        raise ConfigError("--by", problem, next="name one of these")
+    answer = costs.cost(open_store(store), check_name(run, "run"), by)
+    say(answer, costs.cost_lines(answer))
 
 
 def diff(

@@ -67,3 +67,37 @@ def estimate_lines(answer: Mapping[str, Any], recipe: str) -> list[str]:
         else:
             refused.append(f"{policy}  left out: {each['refused']}")
     return [*lines, *(aligned(rows) if len(rows) > 1 else []), *refused]
+
+
+def bisection_lines(answer: Mapping[str, Any]) -> list[str]:
+    """Return the answer of `bisection.bisect`: a row for each comparison, and how sure it is."""
+    good = answer["steps"][0]["a"]
+    rows = [("policy", "score", "over", "difference", "95 % interval", "p", "")]
+    rows.append((good["policy"], score_of(good), *[""] * 5))
+    for step in [*answer["steps"], answer["last_step"]]:
+        score = step["difference"]["score"]
+        rows.append(
+            (
+                step["b"]["policy"],
+                score_of(step["b"]),
+                step["a"]["policy"],
+                f"{score['score']:+.4f}",
+                interval_of(score["interval"], "+"),
+                f"{score['p']:.2g}",
+                "worse" if step["is_worse"] else "not told apart",
+            )
+        )
+    first, before = answer["first"], answer["before"]
+    if answer["last_step"]["is_worse"]:
+        sure = f"Sure: it is told apart from {before}, the one before it, as well."
+    else:
+        sure = (
+            f"Not sure: it is not told apart from {before}, the one before it. The score may have "
+            f"fallen in several steps, or earlier by less than {good['n']} prompts can show."
+        )
+    risk = (
+        f"A policy as good as {good['policy']} passes for worse in 2.5 % of tests; "
+        f"{counted(len(answer['steps']), 'test')} decided."
+    )
+    gone = [f"expired, so not measured: {', '.join(answer['gone'])}"] if answer["gone"] else []
+    return [*aligned(rows), f"first worse: {first}", sure, risk, *gone]

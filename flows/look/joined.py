@@ -53,6 +53,8 @@ _COMPARE = {
 }
 _TEXTS = ("finish_reason", "group_id", "rollout_id", "end_reason")
 """Columns of rollouts that a filter compares as text."""
+_SHOWN_AS = {"end": "finish_reason", "ratio": "mean_ratio"}
+"""Names of columns by the title that a table has for them."""
 _HOW = "write it as in: reward < 0.5, finish_reason = length"
 
 
@@ -263,10 +265,40 @@ class Joined:
             functions["advantage"] = lambda: self._aligned("advantages", "advantage")
             functions["mean_ratio"] = lambda: self._aligned("advantages", "mean_ratio")
             functions["change"] = lambda: np.abs(np.log(self.number("mean_ratio")))
+        for name, kind in self.own_columns.items():
+            if not pa.types.is_string(kind):
+                functions.setdefault(
+                    name, lambda name=name: pc.cast(self.values(name), pa.float64()).to_numpy()
+                )
         return {name: cache(function) for name, function in functions.items()}
+
+    @cached_property
+    def own_columns(self) -> dict[str, pa.DataType]:
+        """Types of the user's columns that hold one number, text or yes and no, by name."""
+        prompts = self.shards.get("prompts")
+        if prompts is None:
+            return {}
+        types = pa.types
+        return {
+            field.name: field.type
+            for field in prompts.version.head(["columns"], 0).schema.field("columns").type
+            if field.name not in OURS
+            for is_kind in (types.is_integer, types.is_floating, types.is_boolean, types.is_string)
+            if is_kind(field.type)
+        }
+
+    def values(self, name: str) -> pa.ChunkedArray:
+        """Return a column of rollouts or one of `own_columns`. [rollouts]"""
+        if name in _TEXTS:
+            return self.rollouts.column(name)
+        prompts = self.shards["prompts"]
+        places = prompts.find_all(self.rollouts.column("group_id"))
+        column = pc.struct_field(prompts.column("columns"), name)
+        return column.take(pa.array(places, mask=places < 0))
 
     def number(self, name: str) -> np.ndarray:
         """Return one of `numbers`. Raises ConfigError if the name is unknown."""
+        name = _SHOWN_AS.get(name, name)
         if name not in self.numbers:
             raise ConfigError(
                 f"column {quoted_name(name)}",
@@ -297,22 +329,27 @@ class Joined:
             return positions[ranks]  # NaN is sorted to the end
         return positions
 
-    def groups(self) -> pa.Table:
-        """Return a table with one row per prompt, in the order of the rollouts. [groups]
+    def groups(self, by: str = "group_id") -> pa.Table:
+        """Return a table with one row per prompt, in the order of the rollouts; or one per value of
+        another text or own column. [groups]
 
-        Columns: `group_id`, `count`; `mean`, `std`, `min` and `max` of the reward (or score), null
-        if nothing is scored; `position` of the group's first rollout. `std` divides by n, not n −
-        1.
+        Columns: `by`, `count`; `mean`, `std`, `min` and `max` of the reward (or score), null if
+        nothing is scored; `position` of the group's first rollout. `std` divides by n, not n − 1.
         """
+        by = _SHOWN_AS.get(by, by)
+        names = [*self._text_names, *self.own_columns]
+        if by not in names:
+            problem = f"expected one of {', '.join(map(printable, names))}"
+            raise ConfigError(f"column {quoted_name(by)}", problem, next="name one of these")
         numbers = self.number(self.score_name) if self.score_name else [None] * len(self)
         columns = {
-            "group_id": self.rollouts.column("group_id"),
+            by: self.values(by),
             "number": pa.array(numbers, pa.float64(), from_pandas=True),
             "position": pa.array(np.arange(len(self))),
         }
         grouped = (
             pa.table(columns)
-            .group_by("group_id", use_threads=False)
+            .group_by(by, use_threads=False)
             .aggregate(
                 [
                     ([], "count_all"),
@@ -324,7 +361,7 @@ class Joined:
                 ]
             )
         )
-        names = ["group_id", "count", "mean", "std", "min", "max", "position"]
+        names = [by, "count", "mean", "std", "min", "max", "position"]
         return grouped.rename_columns(names).sort_by("position")
 
     def _aligned(
@@ -339,6 +376,10 @@ class Joined:
             return numbers
         return np.append(numbers, np.nan)[self.places(kind)]  # place −1 is the NaN
 
+    @property
+    def _text_names(self) -> tuple[str, ...]:
+        return _TEXTS if self.has_turns else _TEXTS[:-1]
+
     def _holds(self, condition: str) -> np.ndarray:
         """Return [rollouts] bool: true if a condition such as `reward < 0.5` holds."""
         match = _CONDITION.fullmatch(condition)
@@ -349,9 +390,11 @@ class Joined:
                 next=_HOW,
             )
         name, sign, text = match.groups()
-        text_names = _TEXTS if self.has_turns else _TEXTS[:-1]
+        name = _SHOWN_AS.get(name, name)
+        own = [each for each, kind in self.own_columns.items() if pa.types.is_string(kind)]
+        text_names = [*self._text_names, *own]
         if name in text_names and sign in ("=", "!="):
-            is_equal = pc.equal(self.rollouts.column(name), text).to_numpy()
+            is_equal = pc.equal(self.values(name), text).fill_null(False).to_numpy()
             return is_equal if sign == "=" else ~is_equal
         try:
             number = np.float32(text)

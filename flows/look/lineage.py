@@ -1,15 +1,37 @@
-"""Trace a version back to its sources: its parents, their parents, and so on. Look here for
-`quiver lineage`."""
+"""Trace a version back to its sources, and forward to what was made of it. Look here for
+`quiver lineage`.
+
+    lineage(store, "arith/policy@4")                 # its parents, their parents, and so on
+    lineage(store, "arith/policy@4", depth=3)        # three levels; a line of policies is folded
+    descent(store, "arith/rollouts@2", depth=3)      # its children, their children, and so on
+
+What was made of a version is known by the indexes beside the versions (`Index`), so no manifest is
+opened for it.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import cached_property
+from itertools import product
 from typing import Any
 
-from quiver.schemas.errors import CorruptError
+import pyarrow.compute as pc
+
+from quiver.schemas.errors import CorruptError, LineageError, printable
 from quiver.schemas.manifest import Manifest
-from quiver.schemas.refs import as_version
+from quiver.schemas.refs import KINDS, Ref, as_version, parse
 from quiver.stages.core.store import Store
+from quiver.stages.core.store.listing import Summary
 from quiver.stages.core.store.readable import open_kept
+from quiver.stages.core.threads import map_in_threads
+
+SHORTEST_FOLD = 3
+"""Least policies, or least versions made alike of one version, that are folded into one node."""
+BESIDE_A_POLICY = ("advantages", "updates")
+"""Kinds that optimize writes beside a policy; descent names the policy alone."""
 
 
 def sources_of(manifest: Manifest) -> dict[str, str]:
@@ -41,7 +63,71 @@ def origin_of(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def lineage(store: Store, ref: str) -> dict[str, Any]:
+class Index:
+    """Summaries of a store's readable versions by reference, gone ones too, each folder's read at
+    its first use."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._folders: dict[tuple[str, str], dict[str, Summary]] = {}
+
+    def folder(self, run: str, kind: str) -> dict[str, Summary]:
+        """Return the summaries of one kind in one run, by reference."""
+        if (run, kind) not in self._folders:
+            summaries = self._store.listing(run, kind).summaries()
+            self._folders[run, kind] = {
+                str(Ref(run, kind, one.number)): one for one in summaries if not one.error
+            }
+        return self._folders[run, kind]
+
+    def get(self, ref: str) -> Summary | None:
+        """Return the summary of a version, or None."""
+        version = as_version(ref)
+        return self.folder(version.run, version.kind).get(str(version)) if version else None
+
+    @cached_property
+    def users(self) -> dict[str, list[str]]:
+        """References of what was made of each version, by kind, in the order of making."""
+        users: dict[str, list[str]] = defaultdict(list)
+        kinds = [kind for kind in KINDS if kind not in BESIDE_A_POLICY]
+        for kind, run in product(kinds, self._store.runs()):
+            entries = self.folder(run, kind).items()
+            for ref, summary in sorted(entries, key=lambda entry: entry[1].created):
+                for source in summary.sources:
+                    users[source].append(ref)
+        return users
+
+    def trained_from(self, ref: str) -> str | None:
+        """Return the policy that a policy was trained from, or None."""
+        summary = self.get(ref) if "/policy@" in ref else None
+        sources = summary.sources.items() if summary else ()
+        return next((source for source, role in sources if role == "policy"), None)
+
+    def trained_on(self, ref: str) -> list[str]:
+        """Return the policies that were trained from a policy."""
+        return [user for user in self.users[ref] if self.trained_from(user) == ref]
+
+    def next_policy(self, ref: str) -> str | None:
+        """Return the only policy that was trained from a policy; None if there are several."""
+        policies = self.trained_on(ref)
+        return policies[0] if len(policies) == 1 else None
+
+    def chain(self, ref: str, step: Callable[[str], str | None]) -> list[str]:
+        """Return the policies from `ref` on, by `step`, that were made alike: by the same stage of
+        inputs with the same roles."""
+        shapes: dict[str, Any] = {}
+        following: str | None = ref
+        while following is not None and following not in shapes:
+            summary = self.get(following)
+            shape = summary and (summary.stage, sorted(summary.sources.values()))
+            if shape is None or shape != next(iter(shapes.values()), shape):
+                break
+            shapes[following] = shape
+            following = step(following)
+        return list(shapes)
+
+
+def lineage(store: Store, ref: str, depth: int | None = None) -> dict[str, Any]:
     """Return `ref` and everything it was made from, down to the sources: {"ref", "stage", "inputs":
     [{"role", "ref", …}]}.
 
@@ -51,39 +137,203 @@ def lineage(store: Store, ref: str) -> dict[str, Any]:
         missing             there is no such version
         replaced            another version has its number now, with other content
         error               its manifest is torn
+        more                it has inputs, which lie below `depth`
 
-    The tree is as deep as the line of policies is long. Raises LineageError or CorruptError about
-    `ref` itself.
+    With a depth, policies that were trained one from another in the same way are one node: `ref` is
+    the nearest of them, `to` the furthest, whose inputs it has, and `count` how many they are.
+    Their manifests are not opened. Without one, the tree is as deep as the line of policies is
+    long.
+
+    Raises LineageError or CorruptError about `ref` itself.
     """
+    index = Index(store)
     root: dict[str, Any] = {"ref": ref}
-    seen: set[str] = set()
-    waiting = [(root, None)]
-    while waiting:
-        node, content_hash = waiting.pop()
+
+    def expand(node: dict[str, Any]) -> list[dict[str, Any]]:
+        content_hash = node.pop("content_hash", None)
         try:
-            version, gone = open_kept(store, node["ref"])
+            version, gone = open_kept(store, node.get("to", node["ref"]))
         except (LookupError, CorruptError) as error:
             if node is root:
                 raise
             is_torn = isinstance(error, CorruptError)
             node |= {"error": str(error).partition("\n")[0]} if is_torn else {"missing": True}
-            continue
+            return []
         manifest = version.manifest
-        node |= {"ref": manifest.ref, "stage": manifest.stage, "inputs": [], **gone}
+        node["stage"] = manifest.stage
+        if "to" not in node:
+            node |= {"ref": manifest.ref, **gone}
         if content_hash not in (None, manifest.content_hash):
             node["replaced"] = True
-            continue
-        if manifest.ref in seen:
-            node["seen"] = True
-            continue
-        seen.add(manifest.ref)
-        hashes = {entry.ref: entry.content_hash for entry in manifest.inputs}
+            return []
+        hashes = {entry.ref: {"content_hash": entry.content_hash} for entry in manifest.inputs}
+        children = []
         for source, role in sources_of(manifest).items():
-            node["inputs"].append({"role": role, "ref": source, "inputs": []})
-        # depth first: the last child is taken first, with everything below it
-        waiting += [
-            (child, hashes.get(child["ref"]))
-            for child in reversed(node["inputs"])
-            if as_version(child["ref"])
-        ]
+            child = {"role": role, "ref": source, "inputs": []}
+            chain = []
+            if depth is not None and manifest.kind == role == "policy":
+                chain = index.chain(source, index.trained_from)
+            children.append(child | (_folded(chain) or hashes.get(source, {})))
+        return children
+
+    return _walk(root, "inputs", depth, expand)
+
+
+def descent(store: Store, ref: str, depth: int | None = None) -> dict[str, Any]:
+    """Return `ref` and everything that was made from it: {"ref", "stage", "outputs": [{"role",
+    "ref", …}]}. The role is that of the version above in what was made of it.
+
+    Marks are `seen` and `more`, as in `lineage`. With a depth, two things are one node with `ref`,
+    `to` and `count`: policies trained one from another in the same way, with what was made of the
+    last one; and versions of one kind made by one stage of the same version.
+    """
+    index = Index(store)
+    version, gone = open_kept(store, ref)
+    root: dict[str, Any] = {"ref": str(version.ref), "stage": version.manifest.stage, **gone}
+
+    def expand(node: dict[str, Any]) -> list[dict[str, Any]]:
+        source = node.get("to", node["ref"])
+        if "to" in node and "/policy@" not in source:
+            return []
+        policies = index.trained_on(source)
+        alike: dict[Any, list[str]] = defaultdict(list)
+        for user in index.users[source]:
+            key = (user.partition("@")[0], index.get(user).stage, index.get(user).sources[source])
+            alike[key if user not in policies and depth is not None else user].append(user)
+        children = []
+        for users in alike.values():
+            fold = _folded(users)
+            for user in users[:1] if fold else users:
+                summary = index.get(user)
+                if user in policies and depth is not None:
+                    fold = _folded(index.chain(user, index.next_policy))
+                about = {"role": summary.sources[source], "stage": summary.stage}
+                children.append({**about, "ref": user, "outputs": [], **fold})
+        return children
+
+    return _walk(root, "outputs", depth, expand)
+
+
+def _folded(refs: list[str]) -> dict[str, Any]:
+    """Return the fields of a node that stands for all of `refs`; none if they are few."""
+    if len(refs) < SHORTEST_FOLD:
+        return {}
+    return {"ref": refs[0], "to": refs[-1], "count": len(refs)}
+
+
+def _walk(
+    root: dict[str, Any],
+    key: str,
+    depth: int | None,
+    expand: Callable[[dict[str, Any]], list[dict[str, Any]]],
+) -> dict[str, Any]:
+    """Fill `key` of each node with its children by `expand`, each version's once; returns the
+    root. Depth first: the first child is followed by everything below it."""
+    seen: set[str] = set()
+    waiting = [(root, 0)]
+    while waiting:
+        node, level = waiting.pop()
+        children = expand(node)
+        node[key] = []
+        if "to" not in node and node["ref"] in seen:
+            node["seen"] = True
+        elif children and level == depth:
+            node["more"] = True
+        else:
+            seen |= {node["ref"], node.get("to", node["ref"])}
+            node[key] = children
+            walked = [child for child in children if as_version(child["ref"])]
+            waiting += [(child, level + 1) for child in reversed(walked)]
     return root
+
+
+# -- one row
+
+
+def trace_row(store: Store, row: str, most: int | None = None) -> dict[str, Any]:
+    """Return where a rollout, or all rollouts of a group, went.
+
+    Args:
+        row: Rollout id or group id.
+        most: Newest rollouts versions to look into. None: all.
+
+    Returns:
+        row: the id
+        num_asked: how many rollouts versions have it
+        asked: by rollouts version, newest last, its `prompts` and the `policies` that learned from
+            that version, each with `kept`, the number of these rollouts that it was trained on, and
+            `dropped`, counts by reason. Both are None if the advantages are gone
+        line: the last policies that were trained from these
+
+    Raises LineageError if no rollouts have it.
+    """
+    index = Index(store)
+    asked = _asked_in(store, index, row)
+    if not asked:
+        raise LineageError(
+            f"row {printable(row)}",
+            "no rollouts or prompts whose data are here have this rollout id or group id",
+            next="quiver view, which shows the ids",
+        )
+    answer = {"row": row, "num_asked": len(asked), "asked": []}
+    policies = {user for ref in asked for user in index.users[ref] if "/policy@" in user}
+    for ref in asked if most is None else asked[-most:]:
+        summary = index.get(ref)
+        prompts = next((one for one, role in summary.sources.items() if role == "prompts"), None)
+        prefix = f"{summary.run_key[:8]}-"
+        is_one = row.startswith(prefix)
+        pattern = re.escape(row) if is_one else f"{re.escape(prefix + row)}-[0-9]+"
+        trained = [
+            {"policy": user, **_use_of(store, user, f"^{pattern}$")}
+            for user in index.users[ref]
+            if user in policies
+        ]
+        answer["asked"].append({"rollouts": ref, "prompts": prompts, "policies": trained})
+    waiting = sorted(policies)
+    for policy in waiting:  # grows while it is walked
+        further = [user for user in index.trained_on(policy) if user not in policies]
+        policies.update(further)
+        waiting += further
+    answer["line"] = [policy for policy in waiting if not index.trained_on(policy)]
+    return answer
+
+
+def _asked_in(store: Store, index: Index, row: str) -> list[str]:
+    """Return the rollouts that have a rollout id or a group id, in the order of making. A rollout
+    id begins with the first 8 digits of its version's run key; a group is looked for in all
+    prompts."""
+
+    def has_row(ref: str, column: str) -> bool:
+        try:
+            ids = store.version(parse(ref)).table([column])[column]
+        except (LineageError, CorruptError):  # expired or damaged
+            return False
+        return pc.any(pc.equal(ids, row)).as_py()
+
+    def folders(kind: str) -> dict[str, Summary]:
+        return {ref: one for run in store.runs() for ref, one in index.folder(run, kind).items()}
+
+    rollouts = folders("rollouts")
+    same_key = [ref for ref, one in rollouts.items() if row.startswith(f"{one.run_key[:8]}-")]
+    asked = [ref for ref in same_key if has_row(ref, "rollout_id")]
+    if not asked:
+        prompts = list(folders("prompts"))
+        having = map_in_threads(lambda ref: has_row(ref, "group_id"), prompts)
+        sources = {ref for ref, has in zip(prompts, having, strict=True) if has}
+        asked = [ref for ref, one in rollouts.items() if not sources.isdisjoint(one.sources)]
+    return sorted(asked, key=lambda ref: rollouts[ref].created)
+
+
+def _use_of(store: Store, policy: str, pattern: str) -> dict[str, Any]:
+    """Return how many rollouts with these ids a policy was trained on, and why others were
+    dropped."""
+    try:
+        advantages = store.version(parse(policy)).manifest.metrics["advantages"]
+        table = store.version(parse(advantages)).table(["rollout_id", "kept", "drop_reason"])
+    except (KeyError, LineageError, CorruptError):
+        return {"kept": None, "dropped": None}
+    table = table.filter(pc.match_substring_regex(table["rollout_id"], pattern))
+    return {
+        "kept": table["kept"].to_pylist().count(True),
+        "dropped": dict(Counter(table["drop_reason"].drop_null().to_pylist())),
+    }

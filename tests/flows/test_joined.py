@@ -102,6 +102,49 @@ def test_a_condition_that_can_not_be_read_is_refused(golden, where):
         open_joined(golden, "golden/rewards@1").order(Selection(where=where))
 
 
+@pytest.fixture(scope="module")
+def levelled(tmp_path_factory) -> Joined:
+    """80 rollouts of 10 prompts in another order, whose rows have columns of the user's."""
+    store = Store(tmp_path_factory.mktemp("levelled") / "store")
+    prompts = make_prompts(store, 10).table().drop_columns("columns")
+    own = [
+        {"level": "hard" if n % 3 else "easy", "digits": None if n == 4 else n, "odd": n % 2 == 1}
+        for n in range(10)
+    ]
+    own = pa.array([{**row, "tokens": 9.5, "tags": ["a"]} for row in own])
+    table = prompts.append_column("columns", own).take(list(range(9, -1, -1)))
+    asked = write_version(store, "prompts", "prompt", table)
+    table = rollouts_table(80, 4, 4)
+    rollouts = write_version(store, "rollouts", "generate", table, {"prompts": asked})
+    return open_joined(store, make_rewards(store, rollouts).ref)
+
+
+@pytest.mark.parametrize(
+    ("where", "groups"),
+    [
+        ("level = easy", [0, 3, 6, 9]),
+        ("level != easy, digits > 4", [5, 7, 8]),
+        ("odd = 1, end = length", [1, 3, 5, 7, 9]),
+        ("tokens = 4", range(10)),  # the rollouts' own
+    ],
+)
+def test_conditions_name_own_columns_and_the_titles_of_a_table(levelled, where, groups):
+    order = levelled.order(Selection(where=where))
+    assert order.tolist() == [8 * group + sample for group in groups for sample in range(8)]
+
+
+def test_means_by_an_own_column(levelled):
+    groups = {row["level"]: row for row in levelled.groups("level").to_pylist()}
+    rewards = levelled.number("reward").reshape(10, 8)
+    for level, rows in (("easy", rewards[[0, 3, 6, 9]]), ("hard", rewards[[1, 2, 4, 5, 7, 8]])):
+        assert groups[level]["count"] == rows.size
+        assert groups[level]["mean"] == pytest.approx(rows.mean())
+    assert levelled.groups("digits")["digits"].to_pylist()[4:6] == [None, 5]
+    assert levelled.groups("end")["finish_reason"].to_pylist() == ["length"]
+    with pytest.raises(ConfigError, match="level, digits, odd"):
+        levelled.groups("tags")
+
+
 def test_a_group_has_the_numbers_of_its_rollouts(shuffled):
     joined = open_joined(shuffled, "bench/rewards@1")
     groups = joined.groups()

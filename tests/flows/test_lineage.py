@@ -9,7 +9,7 @@ import pytest
 
 from quiver.flows.cli import versions
 from quiver.flows.cli.shared import to_json
-from quiver.flows.look.lineage import lineage, parents_of
+from quiver.flows.look.lineage import descent, lineage, parents_of, trace_row
 from quiver.schemas.errors import CorruptError, LineageError
 from quiver.schemas.manifest import Input, ModelEntry
 from quiver.schemas.refs import Ref
@@ -23,6 +23,7 @@ from tests.benchmarks.made import (
     tiny_policy,
     write_version,
 )
+from tests.flows import long_run
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def test_a_line_of_a_thousand_policies(store, capsys):
         manifest = first.manifest.model_copy(update=changes)
         (copy / "manifest.json").write_bytes(manifest.to_json())
     ref = f"bench/policy@{length}"
-    versions.lineage(ref, store=store.url)
+    versions.lineage(ref, depth="all", store=store.url)
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [ref, f"  policy: bench/policy@{length - 1}"]
     assert lines[length].strip() == "policy: bench/policy@0" and len(lines) == length + 1
@@ -129,3 +130,183 @@ def test_a_line_of_a_thousand_policies(store, capsys):
         assert json.loads(told) == lineage(store, ref)
     finally:
         sys.setrecursionlimit(limit)
+
+
+# -- a long run, and what was made of a version
+
+
+def said(capsys, store, *arguments, **options) -> list[str]:
+    capsys.readouterr()
+    versions.lineage(*arguments, store=store.url, **options)
+    return [line.strip() for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture
+def long(tmp_path) -> Store:
+    store = Store(tmp_path / "long")
+    long_run.write_run(store, 12)
+    return store
+
+
+def test_policies_that_were_trained_alike_are_one_line(long, capsys):
+    assert said(capsys, long, "long/policy@12") == [
+        "long/policy@12",
+        "policy: long/policy@11 … long/policy@1 × 11 iterations",
+        "policy: long/policy@0",
+        "rollouts: long/rollouts@1",
+        "policy: long/policy@0 (above)",
+        "prompts: long/prompts@1 (more below)",
+        "rewards: long/rewards@1",
+        "rollouts: long/rollouts@1 (above)",
+        "rollouts: long/rollouts@12",
+        "policy: long/policy@11 (above)",
+        "prompts: long/prompts@12",
+        "policy: long/policy@11 (above)",
+        "rewards: long/rewards@12",
+        "rollouts: long/rollouts@12 (above)",
+    ]
+    assert len(said(capsys, long, "long/policy@12", depth="all")) == 1 + 12 * 7
+
+
+def test_a_fork_begins_with_the_policy_that_was_trained_otherwise(long, capsys):
+    for number in (13, 14, 15):
+        learned = [("policy", f"long/policy@{number - 1}"), ("rollouts", "long/rollouts@5")]
+        long_run.write(long, f"long/policy@{number}", "optimize", learned)
+    assert said(capsys, long, "long/policy@15", depth="2")[:3] == [
+        "long/policy@15",
+        "policy: long/policy@14",
+        "policy: long/policy@13 (more below)",
+    ]
+
+
+@pytest.mark.parametrize("down", [False, True])
+def test_the_output_does_not_grow_with_the_run(tmp_path, capsys, down):
+    lengths = []
+    for number in (6, 18):
+        store = Store(tmp_path / str(number))
+        long_run.write_run(store, number)
+        # all reward models of a run are one, and every iteration has it
+        for each in range(1, number):
+            inputs = [("rollouts", f"long/rollouts@{each}")]
+            long_run.write(
+                store, f"long/logprobs@{each}", "logprobs", inputs, [("ref", "long/policy@0")]
+            )
+        refs = ["long/policy@0"] if down else [f"long/policy@{number}"]
+        lengths.append([len(said(capsys, store, ref, down=down)) for ref in refs])
+    assert lengths[0] == lengths[1]
+
+
+def test_descent_is_what_the_manifests_name(long):
+    """Of every version, one level deep, and nothing folded."""
+    users = {str(ref): set() for ref in long.refs()}
+    for version in long.versions():
+        if version.ref.kind not in ("advantages", "updates"):
+            for source in parents_of(version.manifest):
+                users[source].add(str(version.ref))
+    for ref, expected in users.items():
+        assert {node["ref"] for node in descent(long, ref)["outputs"]} == expected
+
+
+def test_descent_folds_a_line_and_what_is_made_alike(long, capsys):
+    for number in range(1, 5):
+        inputs = [("rollouts", f"long/rollouts@{number}")]
+        long_run.write(
+            long, f"long/logprobs@{number}", "logprobs", inputs, [("ref", "long/policy@0")]
+        )
+    assert said(capsys, long, "long/policy@0", down=True, depth="2") == [
+        "long/policy@0",
+        "policy: long/prompts@1",
+        "prompts: long/rollouts@1 (more below)",
+        "policy: long.eval/prompts@1",
+        "prompts: long.eval/rollouts@1 (more below)",
+        "policy: long/rollouts@1",
+        "rollouts: long/rewards@1 (more below)",
+        "rollouts: long/logprobs@1",
+        "rollouts: long/policy@1 (more below)",
+        "policy: long.eval/rollouts@1",
+        "rollouts: long.eval/rewards@1 (more below)",
+        "rollouts: long/evaluations@1",
+        "ref: long/logprobs@1 … long/logprobs@4 × 4 versions",
+        "policy: long/evaluations@1 (above)",
+        "policy: long/policy@1 … long/policy@12 × 12 iterations",
+        "policy: long.eval/prompts@2 (more below)",
+        "policy: long.eval/rollouts@2 (more below)",
+        "policy: long/evaluations@2",
+    ]
+
+
+def test_descent_opens_no_manifest_but_its_own(long):
+    before = descent(long, "long/rollouts@3", 2)
+    for path in Path(long.url).glob("*/*/v*/manifest.json"):
+        if "rollouts/v000003" not in str(path):
+            path.write_text("torn")
+    assert descent(long, "long/rollouts@3", 2) == before
+
+
+def test_descent_of_what_was_removed_is_known(store):
+    remove(store, "bench/rollouts@1", "wrong template")
+    tree = descent(store, "bench/rollouts@1")
+    assert tree["removed"] and [node["ref"] for node in tree["outputs"]] == ["bench/rewards@1"]
+
+
+def test_a_row_is_found_where_it_was_asked_and_trained_on(finished):
+    """By the tables: the advantages of each policy that learned from the rollouts."""
+    store = Store(finished / "finished")
+    rollouts = store.open("golden/rollouts@1")
+    prompts = rollouts.manifest.require_input("prompts").ref
+    trained = {}
+    for version in store.versions(kind="policy"):
+        if any(entry.ref == str(rollouts.ref) for entry in version.manifest.inputs):
+            trained[str(version.ref)] = store.open(version.manifest.metrics["advantages"]).table()
+    assert trained
+    row = rollouts.table().slice(5, 1).to_pylist()[0]
+    for id, is_ours in (
+        (row["rollout_id"], lambda each: each == row["rollout_id"]),
+        (row["group_id"], lambda each: f"-{row['group_id']}-" in each),
+    ):
+        answer = trace_row(store, id)
+        found = {asked["rollouts"]: asked for asked in answer["asked"]}[str(rollouts.ref)]
+        assert found["prompts"] == prompts
+        kept = {policy["policy"]: policy["kept"] for policy in found["policies"]}
+        dropped = {policy["policy"]: policy["dropped"] for policy in found["policies"]}
+        for policy, table in trained.items():
+            mine = [each for each in table.to_pylist() if is_ours(each["rollout_id"])]
+            assert kept[policy] == sum(each["kept"] for each in mine)
+            assert sum(dropped[policy].values()) == len(mine) - kept[policy]
+        for policy in answer["line"]:
+            line = lineage(store, policy)
+            assert set(kept) & set(refs_in(line)) and parents_of_none(store, policy)
+
+
+def refs_in(node):
+    yield node["ref"]
+    for child in node["inputs"]:
+        yield from refs_in(child)
+
+
+def parents_of_none(store, policy) -> bool:
+    """True if no policy was trained from it."""
+    entries = [
+        entry for version in store.versions(kind="policy") for entry in version.manifest.inputs
+    ]
+    return not any(entry.role == "policy" and entry.ref == policy for entry in entries)
+
+
+def test_a_row_that_was_asked_often_is_shown_of_the_newest(finished, capsys, monkeypatch):
+    store = Store(finished / "finished")
+    group = store.open("golden/prompts@1").table()["group_id"][0].as_py()
+    num_asked = trace_row(store, group)["num_asked"]
+    assert num_asked > 1
+    monkeypatch.setattr(versions, "_MOST_ASKED", 1)
+    lines = said(capsys, store, row=group)
+    assert [line.split()[0] for line in lines].count("asked") == 1
+    assert lines[-1].startswith(f"{num_asked - 1} earlier")
+    with pytest.raises(LineageError, match="no rollouts or prompts"):
+        trace_row(store, "elsewhere-1")
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("--down",), ("a/policy@1", "--row", "x"), ("a/policy@1", "--depth", "deep")]
+)
+def test_one_of_version_and_row_is_asked_for(store, command, words):
+    assert command("lineage", *words, "--store", store.url)[0] == 2

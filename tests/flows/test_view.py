@@ -5,7 +5,9 @@ import base64
 import json
 import os
 import pty
+import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -23,6 +25,7 @@ from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 from tests import sight
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
+from tests.flows.conftest import CLI
 from tests.tiny import make_policy, tokenizer
 
 HOSTILE = "[red]\x1b[31mred[/red]\u202e"
@@ -109,6 +112,58 @@ def test_without_textual_a_terminal_is_told_what_to_install(store):
     piped = subprocess.run([*command, "--json", "-n", "2"], capture_output=True, check=True)
     answer = json.loads(piped.stdout)
     assert [row["position"] for row in answer["rows"]] == [0, 1] and answer["matching"] == 16
+
+
+def test_means_by_a_column_are_a_table(store, capsys):
+    viewing.view("golden/rewards@1", by="end", store=store.url)
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == ["finish_reason", "count", "mean", "std", "min", "max"]
+    assert sum(int(row.split()[1]) for row in rows) == 16
+
+
+# -- in a browser
+
+
+@pytest.fixture
+def served(store):
+    """The address that `quiver view --web` prints, while it serves."""
+    pytest.importorskip("textual_serve")
+    command = [*CLI, "view", "golden/rewards@1", "--web", "--json", "--store", store.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        url = json.loads(process.stdout.readline())["url"]
+        yield url
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+
+
+def test_the_same_application_is_served_to_a_page_of_its_own(served):
+    """And to no page of another site; the browser is kept from fetching anything elsewhere."""
+    import aiohttp
+
+    async def screen() -> str:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                try:
+                    page = await session.get(served)
+                    break
+                except aiohttp.ClientConnectorError:
+                    await asyncio.sleep(0.05)
+            assert "connect-src 'self' ws://127.0.0.1" in page.headers["Content-Security-Policy"]
+            address = re.search('data-session-websocket-url="([^"]+)"', await page.text())[1]
+            for origin in (None, "http://elsewhere.example"):
+                headers = {"Origin": origin} if origin else {}
+                with pytest.raises(aiohttp.WSServerHandshakeError, match="403"):
+                    await session.ws_connect(address, headers=headers)
+            seen = b""
+            headers = {"Origin": served}
+            async with session.ws_connect(f"{address}?width=120&height=40", headers=headers) as ws:
+                async for message in ws:
+                    seen += message.data if message.type == aiohttp.WSMsgType.BINARY else b""
+                    if b"golden/rewards@1" in seen:
+                        return seen.decode(errors="replace")
+        return ""
+
+    assert "reward" in asyncio.run(asyncio.wait_for(screen(), 120))
 
 
 # -- tokens

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from quiver.flows.look.paired import Paired
-from quiver.flows.look.words import aligned, number
+from quiver.flows.look.words import aligned, cell, number
 from quiver.schemas.errors import printable
 
 _GAP = 2
@@ -93,3 +94,11 @@ def lines_of(paired: Paired, positions: Sequence[int] | np.ndarray) -> list[str]
     rows = zip(paired.first.rows(positions), paired.partners(positions), strict=True)
     table = [cells_of(paired, row, partner, columns) for row, partner in rows]
     return aligned([[column.title for column in columns], *table])
+
+
+def group_lines(groups: pa.Table) -> list[str]:
+    """Return the groups of `Joined.groups` as lines below a header."""
+    table = groups.drop_columns("position")
+    rows = [[cell(content) for content in row.values()] for row in table.to_pylist()]
+    columns = range(1, table.num_columns)
+    return aligned([[printable(name) for name in table.column_names], *rows], right=columns)

@@ -114,6 +114,7 @@ class Lease:
 
     def __init__(self, leases: Leases, name: str, link: Link) -> None:
         self.name = name
+        self.number = link.number
         self.taken_at = time.monotonic()
         self._key = leases.key(name, link.number)
         self._storage = leases.storage

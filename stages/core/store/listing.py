@@ -23,14 +23,14 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 from urllib.parse import quote, unquote
 
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import from_json
-from quiver.schemas.refs import Ref
+from quiver.schemas.refs import Ref, as_version
 from quiver.stages.core.threads import map_in_threads
 
 from .storage import Storage
@@ -39,9 +39,12 @@ log = logging.getLogger(__name__)
 EXPIRED, NO_OPTIMIZER, REMOVED = "expired", "expired.optimizer", "removed"
 """Names of marks: all data of a version, a policy's optimizer state alone; removed by a user."""
 _MOST_BYTES = 612 * 1024 * 1024
-"""Largest index that is read: one line of about 130 bytes per version."""
+"""Largest index that is read: one line of about 200 bytes per version."""
+_LINES_FORMAT = 2
+"""Format of the lines. The checksum starts from it, so an index of another format counts as torn.
+"""
 _NAME = re.compile(rf"^v([0-9]{{6,12}})(?:\.({EXPIRED}|{NO_OPTIMIZER}|{REMOVED}))?$", re.MULTILINE)
-_LINE = re.compile(rb"[0-9]+ [0-9a-f]{64} \S+ [0-9]+ [0-9]+ \S+( \S+)?")
+_LINE = re.compile(rb"[0-9]+ [0-9a-f]{64} \S+ [0-9]+ [0-9]+ \S+ \S+( \S+)?")
 _CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})",')
 """The checksum in a manifest; the keys are sorted, so no other text comes before it."""
 
@@ -59,20 +62,27 @@ class Summary:
     error: str = ""
     """Why the manifest cannot be read, or empty."""
     note: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Roles of the versions that it was made of, models too, by reference."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Summary:
-        """Build the summary of a manifest from its fields."""
+        """Build the summary of a manifest from its fields, as plain JSON."""
         num_bytes = sum(fields["bytes"].values())
         names = ("version", "run_key", "stage", "rows")
         about = {"created": fields["created"], "note": fields.get("note", "")}
-        return cls(*(fields[name] for name in names), num_bytes, **about)
+        own = f"{fields['run']}/{fields['kind']}@{fields['version']}"
+        entries = (*fields["models"], *fields["inputs"])
+        sources = {one["ref"]: str(one["role"]) for one in entries if as_version(one["ref"])}
+        sources.pop(own, None)
+        return cls(*(fields[name] for name in names), num_bytes, **about, sources=sources)
 
     def line(self) -> bytes:
         """Return its line in the index."""
         fields = (self.number, self.run_key, self.stage, self.rows, self.bytes, self.created)
+        sources = ",".join(f"{quote(role)}={ref}" for ref, role in self.sources.items())
         note = [quote(self.note)] if self.note else []
-        return " ".join([*map(str, fields), *note]).encode()
+        return " ".join([*map(str, fields), sources or "-", *note]).encode()
 
 
 class Listing:
@@ -144,7 +154,7 @@ class Listing:
             text = b"".join(b"%s\n" % lines[number] for number in sorted(lines))
             # without write permission, the store is read without an index
             with suppress(OSError, CorruptError):
-                index = b"%08x\n%s" % (zlib.crc32(text), text)
+                index = b"%s\n%s" % (checksum_of(text), text)
                 self._storage.put(self._key, index, durable=False)
         return lines, torn
 
@@ -153,7 +163,10 @@ class Listing:
         ref = Ref(self._run, self._kind, number)
         try:
             raw = self._storage.read(f"{ref.folder}/manifest.json")
-            summary = _quick(raw) or Summary.of(vars(from_json(raw, str(ref))))
+            summary = _quick(raw)
+            if summary is None:
+                manifest = from_json(raw, str(ref))
+                summary = Summary.of(manifest.model_dump(mode="json", by_alias=True))
             if summary.number == number and _LINE.fullmatch(summary.line()):
                 return summary
             problem = f"its number is {summary.number}, or its stage or date not one word"
@@ -197,11 +210,16 @@ def _numbers_of(names: str) -> Mapping[str, set[int]]:
     return numbers_of
 
 
+def checksum_of(lines: bytes) -> bytes:
+    """Return the first line of an index with these lines."""
+    return b"%08x" % zlib.crc32(lines, _LINES_FORMAT)
+
+
 @lru_cache(maxsize=8)
 def _lines_of(index: bytes) -> Mapping[int, bytes]:
     """Return the lines of an index by number; none if it is torn."""
     checksum, _, lines = index.partition(b"\n")
-    if checksum != b"%08x" % zlib.crc32(lines):
+    if checksum != checksum_of(lines):
         return {}
     with suppress(ValueError):
         return {int(line.partition(b" ")[0]): line for line in lines.splitlines()}
@@ -209,7 +227,8 @@ def _lines_of(index: bytes) -> Mapping[int, bytes]:
 
 
 def _parse(line: bytes) -> Summary:
-    number, run_key, stage, rows, num_bytes, created, *note = line.decode().split(" ")
-    numbers = {"rows": int(rows), "bytes": int(num_bytes)}
-    note = unquote("".join(note))
-    return Summary(int(number), run_key, stage, **numbers, created=created, note=note)
+    number, run_key, stage, rows, num_bytes, created, listed, *note = line.decode().split(" ")
+    pairs = (pair.rpartition("=") for pair in listed.split(",") if listed != "-")
+    sources = {ref: unquote(role) for role, _, ref in pairs}
+    fields = {"created": created, "note": unquote("".join(note)), "sources": sources}
+    return Summary(int(number), run_key, stage, int(rows), int(num_bytes), **fields)

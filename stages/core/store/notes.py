@@ -72,6 +72,7 @@ class _ReportNote(_Note):
     shards: int = Field(ge=0)
     slowest: float
     seconds: dict[str, float]
+    usage: dict[str, float]
     tokens: int = Field(0, ge=0)
     engine: dict[str, Any] = {}
     scorers: dict[str, float] = {}
@@ -124,14 +125,3 @@ def _is_damaged(storage: Storage, prefix: str, name: str) -> bool:
         return False  # it is being published, or it is made again
     except CorruptError:
         return True
-
-
-def summed_seconds(seconds: list[dict[str, float]]) -> dict[str, float]:
-    """Sum the seconds of each phase over processes.
-
-    `total` is the maximum over processes, so it is the time of the process that started first.
-    """
-    names = dict.fromkeys(name for of_process in seconds for name in of_process)
-    summed = {name: sum(of_process.get(name, 0.0) for of_process in seconds) for name in names}
-    summed["total"] = max(of_process.get("total", 0.0) for of_process in seconds)
-    return {name: round(value, 3) for name, value in summed.items()}

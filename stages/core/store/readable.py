@@ -66,7 +66,9 @@ def readable_entries(
         for ref in refs:
             try:
                 with storage_errors(ref):
-                    entries.append((ref, Summary.of(vars(store.version(ref).manifest))))
+                    manifest = store.version(ref).manifest
+                    fields = manifest.model_dump(mode="json", by_alias=True)
+                    entries.append((ref, Summary.of(fields)))
             except QuiverError as error:
                 errors.append(error)
     for name in runs:

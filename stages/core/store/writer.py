@@ -82,10 +82,10 @@ from .notes import (
     note_name,
     read_note,
     shard_name,
-    summed_seconds,
 )
 from .sharing import CommittedByOther, SharedShards, SoleShards
 from .storage import read_table, size_and_sha256, with_checksum
+from .usage import Meter, totals_of
 from .versions import Version, schema_module
 
 ROWS_PER_SHARD = 256
@@ -150,7 +150,7 @@ class Writer:
         if kind == "policy":
             self._files += f".{worker}"
         self._count: int | None = None
-        self._started_at = time.monotonic()
+        self._meter = Meter()
         self._entries: tuple[FileEntry, ...] = ()
         self._schema_name = "policy/1"
         self._finished: dict[str, Any] | None = None
@@ -355,11 +355,10 @@ class Writer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started_at
 
     def report(self) -> dict[str, Any]:
-        """Return this process's report: `report_fields`, seconds by phase, its shards."""
-        total = time.monotonic() - self._started_at
+        """Return this process's report: `report_fields`, seconds by phase, usage, its shards."""
         return {
             **self.report_fields,
-            "seconds": {**self.seconds, "total": total},
+            **self._meter.report(self.seconds),
             **self.shards.report(),
         }
 
@@ -466,7 +465,7 @@ class Writer:
             "rows": sum(entry.rows for entry in self._entries),
             "content_hash": content_hash(schema, self._entries),
             "bytes": {"data": sum(entry.bytes for entry in self._entries)},
-            "seconds": summed_seconds([report["seconds"] for report in self.reports()]),
+            **totals_of(self.reports(), lease),
         }
         sizes = {entry.name: entry.bytes for entry in self._entries}
         with storage_errors(self._name):

@@ -4,7 +4,6 @@ import builtins
 import json
 import re
 import shutil
-import zlib
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from quiver.schemas.manifest import canonical, digest
 from quiver.schemas.plain import read_json
 from quiver.stages.core.store import Store
 from quiver.stages.core.store import disk as disk_module
+from quiver.stages.core.store.listing import checksum_of
 from quiver.stages.core.store.retention import put_aside, remove
 from tests.faults.seam import watched
 from tests.stages.core.store.test_store import Settings, commit
@@ -73,7 +73,7 @@ DAMAGES = {
 def sealed(text: bytes) -> bytes:
     """The index with the checksum that fits."""
     _, lines = text.split(b"\n", 1)
-    return b"%08x\n%s" % (zlib.crc32(lines), lines)
+    return b"%s\n%s" % (checksum_of(lines), lines)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

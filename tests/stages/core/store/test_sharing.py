@@ -281,8 +281,11 @@ def test_a_cut_that_says_nothing_is_made_anew(store, fields):
         ("part-00000.json", {"name": ["x"], "bytes": 1, "sha256": "0" * 64, "rows": 1}),
         ("part-x.json", {}),
         ("another.report", {"seconds": 1}),
-        ("another.report", {"shards": "many", "slowest": 0.0, "seconds": {}}),
-        ("another.report", {"shards": 1, "slowest": 0.0, "seconds": {"total": "long"}}),
+        ("another.report", {"shards": "many", "slowest": 0.0, "seconds": {}, "usage": {}}),
+        (
+            "another.report",
+            {"shards": 1, "slowest": 0.0, "seconds": {"total": "long"}, "usage": {}},
+        ),
         ("sources", {"refs": 7}),
     ],
 )

@@ -1,0 +1,88 @@
+"""What the making of a version used, for its manifest: seconds, processor time and memory.
+
+Measured from the opening of its writer: the start of a process and its imports do not count. Each
+process that shares the work reports for itself and the processes below it.
+
+Not of the spine: no output depends on it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from .leases import Lease
+
+
+class Meter:
+    """Measures what this process and those below it use from now on."""
+
+    def __init__(self) -> None:
+        self._started_at = time.monotonic()
+        self._processor_before = _processor_seconds()
+
+    def report(self, phases: Mapping[str, float]) -> dict[str, Any]:
+        """Return the fields of a report: `seconds`, those of the phases and `total`; and `usage`,
+        which is `processor_seconds`, `peak_memory` and, if torch used a device,
+        `peak_device_memory`."""
+        usage = {"processor_seconds": _processor_seconds() - self._processor_before}
+        usage["peak_memory"] = max(
+            *(resource.getrusage(who).ru_maxrss * 1024 for who in _WHO),
+            *_of_each(lambda process: process.memory_info().rss),
+        )
+        cuda = sys.modules.get("torch.cuda")
+        if getattr(cuda, "is_initialized", lambda: False)():
+            devices = range(cuda.device_count())
+            usage["peak_device_memory"] = sum(map(cuda.max_memory_allocated, devices))
+        total = time.monotonic() - self._started_at
+        return {"seconds": {**phases, "total": total}, "usage": usage}
+
+
+def totals_of(reports: Sequence[Mapping[str, Any]], lease: Lease) -> dict[str, Any]:
+    """Return `seconds` and `usage` of a manifest from the reports of all processes.
+
+    Seconds of a phase are summed over processes. `total` is their maximum, so it is the time of the
+    process that started first. Memory is that of the largest process. `unfinished_attempts` counts
+    the processes that held the lease of the work before.
+    """
+    seconds = [report["seconds"] for report in reports]
+    names = dict.fromkeys(name for of_process in seconds for name in of_process)
+    summed = {name: sum(of_process.get(name, 0.0) for of_process in seconds) for name in names}
+    summed["total"] = max(of_process.get("total", 0.0) for of_process in seconds)
+    usage: dict[str, float] = {}
+    for report in reports:
+        for name, amount in report["usage"].items():
+            before = usage.get(name, 0)
+            usage[name] = max(before, amount) if name.startswith("peak") else before + amount
+    if lease.name == "work" and lease.number > 1:
+        usage["unfinished_attempts"] = lease.number - 1
+    return {
+        "seconds": {name: round(amount, 3) for name, amount in summed.items()},
+        "usage": {name: round(amount, 3) for name, amount in usage.items()},
+    }
+
+
+_WHO = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+
+
+def _processor_seconds() -> float:
+    """Return the processor seconds until now of this process, of the processes below it that ended
+    and were waited for, and of living ones by `multiprocessing`, such as a resident engine's."""
+    return sum(_of_each(lambda process: sum(process.cpu_times()[:4])))
+
+
+def _of_each(measured: Callable[[psutil.Process], float]) -> list[float]:
+    """Return what is measured of this process and of the living ones by `multiprocessing`."""
+    amounts = []
+    for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
+        with suppress(psutil.Error):  # it has ended
+            amounts.append(measured(psutil.Process(pid)))
+    return amounts
