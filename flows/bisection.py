@@ -37,7 +37,7 @@ def bisect(recipe: Recipe, good: str, bad: str) -> dict[str, Any]:
 
     Returns:
         steps: the comparisons with `good`, as `compare` returns them (it is A), in the order in
-            which they were made, with `is_worse`; the first one is of `bad`
+            which they were made, with the other `policy` and `is_worse`; first that of `bad`
         first, before: the first worse policy, and the one before it
         last_step: the comparison of these two
         gone: references of policies that expired, and were left out
@@ -58,7 +58,7 @@ def bisect(recipe: Recipe, good: str, bad: str) -> dict[str, Any]:
         answer = compare(store, measured(first), measured(second))
         score = answer["difference"]["score"]
         is_worse = score["score"] < 0 and score["p"] <= 1 - CONFIDENCE
-        return {**answer, "is_worse": is_worse}
+        return {**answer, "policy": policies[second], "is_worse": is_worse}
 
     low, high = 0, len(policies) - 1
     steps = [compared(low, high)]

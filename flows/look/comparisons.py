@@ -78,7 +78,7 @@ def bisection_lines(answer: Mapping[str, Any]) -> list[str]:
         score = step["difference"]["score"]
         rows.append(
             (
-                step["b"]["policy"],
+                step["policy"],
                 score_of(step["b"]),
                 step["a"]["policy"],
                 f"{score['score']:+.4f}",

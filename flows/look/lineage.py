@@ -273,7 +273,7 @@ def trace_row(store: Store, row: str, most: int | None = None) -> dict[str, Any]
         raise LineageError(
             f"row {printable(row)}",
             "no rollouts or prompts whose data are here have this rollout id or group id",
-            next="quiver view, which shows the ids",
+            next="quiver ls",
         )
     answer = {"row": row, "num_asked": len(asked), "asked": []}
     policies = {user for ref in asked for user in index.users[ref] if "/policy@" in user}

@@ -60,8 +60,9 @@ def workplace(tmp_path, monkeypatch):
         ) as work:
             for name in first.files.names:
                 content = first.files.read(name)
-                if number >= FIRST_WORSE and name.startswith("chat_template"):
-                    content = content.replace(b"assistant", b"worse")
+                if name.startswith("chat_template"):
+                    word = b"worse" if number >= FIRST_WORSE else b"assistant"
+                    content = content.replace(b"assistant", word) + b"{# %d #}" % number
                 (work.folder / name).write_bytes(content)
             parent = work.commit()
     stages = []
@@ -78,7 +79,7 @@ def test_the_first_worse_policy_is_found_with_few_measurements(workplace):
     recipe, stages = workplace
     answer = search(recipe, 0, 8)
     assert (answer["first"], answer["before"]) == ("line/policy@5", "line/policy@4")
-    measured = [(step["b"]["policy"], step["is_worse"]) for step in answer["steps"]]
+    measured = [(step["policy"], step["is_worse"]) for step in answer["steps"]]
     assert measured == [
         ("line/policy@8", True),
         ("line/policy@4", False),
@@ -89,6 +90,7 @@ def test_the_first_worse_policy_is_found_with_few_measurements(workplace):
     assert (bad["a"]["score"], bad["b"]["score"]) == (1.0, 1 / 8)
     assert answer["last_step"]["difference"]["score"] == -7 / 8
     lines = bisection_lines(answer)
+    print(*lines, sep="\n")
     assert "first worse: line/policy@5" in lines and lines[-2].startswith("Sure")
     assert stages.count("generate") == 5
     stages.clear()
