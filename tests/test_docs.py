@@ -126,7 +126,11 @@ def test_a_readme_says_where_to_read_on():
 def test_every_document_is_linked_from_the_readme_beside_it():
     folder = ROOT / "deployments"
     links = set(re.findall(r"\]\((docs/[^)#]+)\)", (folder / "README.md").read_text()))
-    assert links == {f"docs/{path.name}" for path in (folder / "docs").glob("*.md")}
+    assert links == {
+        f"docs/{path.name}"
+        for end in ("md", "ipynb")
+        for path in (folder / "docs").glob(f"*.{end}")
+    }
 
 
 def test_every_kind_stage_engine_algorithm_and_reward_is_documented():

@@ -46,7 +46,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +155,7 @@ class Writer:
         self._finished: dict[str, Any] | None = None
         self._put: dict[str, Future[tuple[int, str]]] = {}
         """Size and sha256 of the policy's files that are put while it is written, by name."""
+        self._threads = ThreadPoolExecutor(_FILES_AT_ONCE)
         self._ids: pa.ChunkedArray | None = None
         # with force, the versions that were there before do not count as this work
         self._skip = len(self._before.find(plan.run_key)) if force else 0
@@ -172,10 +172,6 @@ class Writer:
         not change any more."""
         name = path.relative_to(self.folder).as_posix()
         self._put[name] = self._threads.submit(self._storage.put_file, f"{self._files}/{name}")
-
-    @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_FILES_AT_ONCE)
 
     @property
     def resume_folder(self) -> Path:
