@@ -70,9 +70,9 @@ def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> di
             prompts are not. A forced stage is not retried if it fails.
 
     Returns:
-        The object that `quiver run --json` prints: the run, the path of its report (None if it
-        could not be written), the evaluation of the base model (`baseline`), and for each iteration
-        the references of its versions, mean reward, evaluation and seconds by stage.
+        The object that `quiver run --json` prints: the run, its report or None, the
+        evaluation of the base model (`baseline`), and for each iteration the references of its
+        versions, mean reward, evaluation and seconds by stage.
 
     Raises:
         ConfigError: If a stage cannot run with this recipe.
@@ -106,12 +106,7 @@ def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> di
         policy = chain.improve(base, base, prompts=prompts, finish=finish)[-1].policy
         report = link_report(recipe.store, recipe.run, recipe.report_url, policy)
         clean_up(recipe.store, recipe.run, recipe.retention, policy)
-    return {
-        "run": recipe.run,
-        "report": report and str(report),
-        "baseline": baseline,
-        "iterations": printed,
-    }
+    return {"run": recipe.run, "report": report, "baseline": baseline, "iterations": printed}
 
 
 @dataclass(frozen=True)

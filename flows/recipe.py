@@ -236,7 +236,7 @@ class Recipe(Config):
 
     @property
     def media(self) -> set[str]:
-        """Modalities of the pictures and clips that prompts or environments may show."""
+        """Modalities of what prompts or environments may show."""
         turns = self.generate.turns
         return {*self.data.media, *(turns.most_media if turns else ())}
 

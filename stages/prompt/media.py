@@ -25,7 +25,7 @@ from quiver.schemas.prompts import MEDIA
 from quiver.stages.core.files import read_file, sha256_of
 from quiver.stages.core.store import Version
 from quiver.stages.model.media import WORDS
-from quiver.stages.model.media.checking import FileCheck
+from quiver.stages.model.media.checking import BYTES_KEYS, FileCheck
 from quiver.stages.model.media.processor import load_processor
 
 from .chats import bad_row, naming_row
@@ -92,13 +92,13 @@ def read_cell(modality: str, name: str, cell: Any, config: Config) -> list[File]
 
 def _read_file(modality: str, path: str | None, config: Config) -> bytes:
     file = _locate(modality, path, config)
-    limit = f"max_{modality}_bytes"
+    limit = BYTES_KEYS[modality]
     try:
-        return read_file(file, getattr(config, limit))
+        return read_file(file, getattr(config, limit.removeprefix("prompt.")))
     except OSError as error:
         raise ValueError(f"{printable(file)} cannot be read: {reason(error)}") from None
     except ValueError as error:
-        raise ValueError(f"{printable(file)} {error} (prompt.{limit})") from None
+        raise ValueError(f"{printable(file)} {error} ({limit})") from None
 
 
 def without_media(table: pa.Table, config: SourceConfig) -> pa.Table:

@@ -128,7 +128,7 @@ def test_a_link_to_the_report(store, policy):
 
 
 def test_only_a_report_that_was_written_has_a_path(store, policy):
-    assert link_report(store.url, "tiny", None) == Path(store.url) / "tiny/report.html"
+    assert link_report(store.url, "tiny", None) == f"{store.url}/tiny/report.html"
     assert link_report(store.url, "no-such-run", None) is None
 
 

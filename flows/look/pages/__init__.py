@@ -9,7 +9,6 @@ of a dataset are read.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -39,29 +38,30 @@ _MOST_NIGHTS = 100
 _MOST_ROWS = 100
 
 
-def link_report(store: str, run: str, url: str | None, policy: str | None = None) -> Path | None:
+def link_report(store: str, run: str, url: str | None, policy: str | None = None) -> str | None:
     """Update the report of the run and link to it from the flow run's page, if there is a flow run.
 
     The report covers the line that ends at `policy`. Default: the run's own line. `url`: where the
     store's folder is served, if it is.
 
-    Returns the report, or None if it could not be written. Never raises.
+    Returns the path of the report, or None if it could not be written. Never raises.
     """
-    path = None
+    written = None
     with attempt(f"the report of {run}"):
         path = report.write(Store(store, create=False), run, policy=policy)
+        written = str(path)
         link = path.as_uri()
         if url and not is_url(store):  # the report of a store in a bucket is a file of this host
             link = f"{url.rstrip('/')}/{run}/{report.FILE}"
         if FlowRunContext.get() is None:
-            return path
+            return written
         LinkArtifact(
             key=key("report", run),
             link=link,
             link_text=f"report of {run}",
             description=f"All of {run} on one page: `{path}`",
         ).create()
-    return path
+    return written
 
 
 def show_nights(store: str, run: str, tag: str) -> None:

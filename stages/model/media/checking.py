@@ -18,6 +18,8 @@ from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.core.config import Config, Runtime
 from quiver.stages.core.run.scripts import AskedScript
 
+BYTES_KEYS = {"image": "prompt.max_image_bytes", "audio": "prompt.max_audio_bytes"}
+"""Keys of the limits of bytes, for errors."""
 _MEMORY_FOR_LIBRARIES = 1024**3
 _BYTES_A_PIXEL = 16
 """Bytes that decoding holds per pixel, including the decoder's own copies. Clips are decoded in
@@ -77,7 +79,7 @@ class FileCheck:
         limits = self._limits[modality]
         if len(content) > limits.bytes:
             problem = f"has {len(content):,} bytes, at most {limits.bytes:,} are read"
-            answer = {"error": f"{problem} (prompt.max_{modality}_bytes)"}
+            answer = {"error": f"{problem} ({BYTES_KEYS[modality]})"}
         else:
             question = {
                 "modality": modality,
