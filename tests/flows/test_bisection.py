@@ -88,9 +88,8 @@ def test_the_first_worse_policy_is_found_with_few_measurements(workplace):
     ]
     bad = answer["steps"][0]
     assert (bad["a"]["score"], bad["b"]["score"]) == (1.0, 1 / 8)
-    assert answer["last_step"]["difference"]["score"] == -7 / 8
+    assert answer["last_step"]["difference"]["score"]["score"] == -7 / 8
     lines = bisection_lines(answer)
-    print(*lines, sep="\n")
     assert "first worse: line/policy@5" in lines and lines[-2].startswith("Sure")
     assert stages.count("generate") == 5
     stages.clear()
