@@ -230,6 +230,7 @@ ENTRANCES = {
         "flows.doubts",
         "stages.turns.environment",
         "stages.prompt.rows",
+        "stages.turns.trajectories",
         "stages.reward.servers.dialects.quiver",
     },
     "read_call": {"stages.turns.tool_calls"},
