@@ -168,7 +168,7 @@ def test_seconds_are_summed_and_the_total_is_the_longest(store):
         first, second = one.shards_of(2), two.shards_of(2)
         one.seconds.update({"score": 2.0, "load": 0.5})
         two.seconds.update({"score": 1.0})
-        one.writer._started_at -= 100
+        one.writer._meter._started_at -= 100
         two.report_fields["rows"] = 3
         for work, index in ((one, first.take()), (two, second.take())):
             work.write(index, table(2 * index))
