@@ -264,7 +264,9 @@ class ChunkedAdamW(torch.optim.AdamW):
                 if "step" not in state:
                     state["step"] = torch.zeros((), device=parameter.device)
                     for key, (shape, dtype) in moment_shapes(self, parameter).items():
-                        zeros = torch.zeros(shape, dtype=dtype)
+                        is_elsewhere = self.on_host or is_sharded(parameter)
+                        device = "cpu" if is_elsewhere else parameter.device
+                        zeros = torch.zeros(shape, dtype=dtype, device=device)
                         state[key] = like(zeros, parameter, on_host=self.on_host)
                 seed = np.random.SeedSequence([self.seed, self.number, index]).generate_state(1)[0]
                 generator = torch.Generator(parameter.device)

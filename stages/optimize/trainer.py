@@ -346,6 +346,7 @@ class Trainer(SavedState):
                 if is_last or not says_no_memory(error):
                     raise
             # only here, after the error and its frames, are the tensors of the pass free
+            torch.cuda.empty_cache()
             self.budget = max(divisible) // 2
             self.halvings += 1
             log.warning("memory is short: from now on micro-batches of %d tokens", self.budget)

@@ -36,6 +36,8 @@ ROOT = Path(__file__).parents[2]
 MINUTES = 14.0
 STEP = ["--shapes", "512,1024,8", "--groups", "4", "--precisions", "bf16", "--steps", "3"]
 QUICK_STEP = ["--shapes", "16,16,4", "--groups", "2", "--precisions", "fp32", "--steps", "2"]
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "4090": 165e12}
+"""FLOP/s of dense bfloat16 products, by a part of the GPU's name."""
 TAIL = 60
 """Lines of a part in the report."""
 VARLEN = """
@@ -273,7 +275,7 @@ def profile(is_quick: bool, work: Path) -> None:
     shape, groups, precision = ("16,16,4", 2, "fp32") if is_quick else ("512,1024,8", 4, "bf16")
     arguments = argparse.Namespace(
         shapes=[shape], groups=groups, precisions=[precision], steps=2, work=folder, options="{}",
-        peak=989e12,
+        peak=peak_flops(),
     )  # fmt: skip
     on_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
@@ -288,6 +290,14 @@ def profile(is_quick: bool, work: Path) -> None:
     kernels = [event for event in taken.events() if str(event.device_type).endswith("CUDA")]
     spans = sorted((event.time_range.start, event.time_range.end) for event in kernels)
     print_gaps(spans)
+
+
+def peak_flops() -> float:
+    """Return the FLOP/s of this GPU, or an H100's if it is not in the table."""
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "H100"
+    return next((peak for part, peak in PEAKS.items() if part in name), PEAKS["H100"])
 
 
 def print_gaps(spans: Sequence[tuple[float, float]], least: float = 500.0) -> None:
@@ -329,6 +339,9 @@ def steps(is_quick: bool, work: Path) -> None:
             ("qwen3-tiny", "quiver", []),
             ("qwen3-tiny", "trl", ["--settings", "glibc/plain/all"]),
         ]
+    from quiver.stages.core.run.stage_process import ENVIRONMENT, allocator_environment
+
+    of_stage = {**ENVIRONMENT, **allocator_environment("optimize")}
     for model, side, options in sides:
         if side == "trl" and importlib.util.find_spec("trl") is None:
             print(f"{model} {side}: trl is not installed", flush=True)
@@ -336,10 +349,13 @@ def steps(is_quick: bool, work: Path) -> None:
         folder = _model(model, work)
         command = [sys.executable, "-m", "tests.benchmarks.optimizer_step", "--side", side]
         command += ["--work", str(folder), *(QUICK_STEP if is_quick else STEP), *options]
+        command += ["--peak", str(peak_flops())]
+        environment = {**os.environ, **(of_stage if side == "quiver" else {})}
         try:
             done = subprocess.run(
-                command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
-            )
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90,
+                check=False,
+            )  # fmt: skip
             said = (done.stdout if done.returncode == 0 else done.stderr).strip()[-1500:]
             said = said.splitlines()[-1] if done.returncode == 0 else f"failed:\n{said}"
         except subprocess.TimeoutExpired:
@@ -370,15 +386,16 @@ def run(is_quick: bool, work: Path) -> None:
 
 
 def vllm(is_quick: bool, work: Path) -> None:
-    """The GPU tests with vLLM, and whole runs of two iterations with a resident engine."""
+    """Whole runs of two iterations with a resident engine, and between them the GPU tests with vLLM:
+    the longest run comes last, since the time may end."""
     import torch
 
     if not torch.cuda.is_available() or version_of("vllm") is None:
         print("vllm is not installed, or there is no GPU")
         return
     _whole_run("qwen3-0.6b", "vllm", (16, 8, 64), work)
-    _whole_run("qwen3-1.7b", "vllm", (64, 8, 1024), work)
     _pytest("gpu and vllm")
+    _whole_run("qwen3-1.7b", "vllm", (64, 8, 1024), work)
 
 
 def _whole_run(model: str, engine: str, sizes: tuple[int, int, int], work: Path) -> None:

@@ -79,14 +79,15 @@ def test_float32_takes_the_cpus_step(store, policy):
         )
 
 
-def test_bfloat16_passes_the_audit_and_keeps_float32_weights(store, policy):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bfloat16_passes_the_audit_and_saves_the_weights(store, policy, dtype):
     made = world.make(store, policy, world.even_share)
-    done = optimize(store, policy, made, "cuda")
+    done = optimize(store, policy, made, "cuda", save_dtype=str(dtype).removeprefix("torch."))
     assert done.manifest.metrics["precision"] == "bf16"
     assert 0 < done.manifest.metrics["audit"]["mean_gap"] < 0.1
     assert {
         tensor.dtype for tensor in load_file(done.files.folder / "model.safetensors").values()
-    } == {torch.float32}
+    } == {dtype}
 
 
 @pytest.mark.usefixtures("exact_products")

@@ -6,6 +6,7 @@ from transformers import GPT2Config, OpenAIGPTConfig, Qwen2Config, Qwen2MoeConfi
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model import memory
+from quiver.stages.model.folder import says_no_memory
 
 SEVEN = memory.shape_of(
     Qwen2Config(
@@ -187,3 +188,18 @@ def test_a_model_of_an_unknown_shape_gets_the_smallest_budget(given, recomputes)
         return memory.training(memory.shape_of(T5Config()), tokens, on_gpu=True, precision="bf16")
 
     assert memory.choose_budget(unknown, 1e12, None, given) == (8192, recomputes)
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory", True),
+        ("CUDA error: out of memory", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("Triton Error [CUDA]: out of memory", True),
+        ("CUDA error: an illegal memory access was encountered", False),
+        ("out of resource: shared memory, Required: 262144, Hardware limit: 101376", False),
+    ],
+)  # fmt: skip
+def test_what_says_that_memory_ran_out(message, expected):
+    assert says_no_memory(RuntimeError(message)) == expected

@@ -23,6 +23,7 @@ from .choice import (
     gradient_of,
     makes_float32,
     precision_of_products,
+    uncast,
 )
 
 log = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class FusedHead(torch.autograd.Function):
         rows = torch.cat([torch.expm1(rows[:1]), rows[1:]])
         grad = grad.contiguous()
         entropy_grad = entropy_grad.contiguous() if ctx.entropy_gradient else None
-        with torch.autocast(hidden.device.type, enabled=False):
+        with uncast(hidden):
             for chunk in ctx.chunks:
                 slopes = operations.head_slope(
                     _logits(hidden[chunk], weight),
