@@ -250,8 +250,14 @@ def training(
             memory["whole for a moment"] += 2 * (cast + shape.head)
     stream = width if precision == "bf16_stochastic" else 4
     normed = 2 * shape.hidden if on_gpu else 0
+    copies = 2
+    if lora_rank is not None and width == 2:
+        # adapters of five projections cast the same input, each for itself; and the projections
+        # are not joined, so queries and keys are kept before the rotation too
+        normed += 5 * shape.hidden
+        copies = 3
     of_layer = 2 * shape.hidden * stream + width * (
-        normed + 2 * shape.attention + 2 * shape.keys + 2 * shape.intermediate
+        normed + copies * (shape.attention + shape.keys) + 2 * shape.intermediate
     )
     of_layers = of_layer * shape.layers
     if recomputes:
