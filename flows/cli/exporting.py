@@ -39,7 +39,7 @@ def export(
     parquet: Annotated[bool, typer.Option("--parquet", help="Parquet, not JSON lines")] = False,
     store: StorePath = None,
 ) -> None:
-    """Write rollouts as another trainer's data: prompts with answers, pairs, labels, or
+    """Write rollouts as another trainer's data. These are prompts with answers, pairs, labels, or
     trajectories. It counts what it leaves out."""
     from quiver.flows.exporting import Options
     from quiver.flows.exporting import export as write
@@ -89,8 +89,8 @@ def push(
     ] = False,
     store: StorePath = None,
 ) -> None:
-    """Upload a version to a hub of Hugging Face's kind (HF_ENDPOINT, HF_TOKEN), with a card that
-    says what it was made from. A policy is loaded from there with from_pretrained."""
+    """Upload a version to Hugging Face's hub. HF_ENDPOINT names another hub. A card says what the
+    version was made from. A policy is loaded from there with from_pretrained."""
     from quiver.flows.pushing import push as upload
 
     place = upload(open_store(store), ref, url, public=public)

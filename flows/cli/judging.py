@@ -60,8 +60,8 @@ def audit(
     store: StorePath = None,
     settings: Settings = None,
 ) -> None:
-    """Look back at a run for reward hacking: its training reward beside a second reward. It is no
-    early warning."""
+    """Look back at a run for reward hacking. Its training reward is compared with a second reward;
+    it is no early warning."""
     from quiver.flows import auditing
     from quiver.flows.calls import by_hand
     from quiver.flows.look.live import shown_live

@@ -217,7 +217,7 @@ def lineage(
     ] = "3",
     store: StorePath = None,
 ) -> None:
-    """Show what a version was made from, down to the sources; or what was made from it."""
+    """Show what a version was made from. With --down, what was made from it."""
     from quiver.flows.look import lineage as trace
 
     if (ref is None) == (row is None) or (down and row):
@@ -276,7 +276,7 @@ def cost(
     by: Annotated[str, typer.Option(help="stage, iteration or day")] = "stage",
     store: StorePath = None,
 ) -> None:
-    """Show what a run cost: seconds by phase, processor and device seconds, memory, tokens."""
+    """Show what a run cost. Seconds by phase, processor and device seconds, memory, tokens."""
     from quiver.flows.look import cost as costs
 
     if by not in costs.BY:
