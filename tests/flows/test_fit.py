@@ -451,16 +451,18 @@ MEASURE = """
 import json, re
 from pathlib import Path
 from quiver.flows.recipe import load
-from quiver.flows.calls import perform
+from quiver.flows.calls import by_hand, perform
 
 def memory(name):
     return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 
 recipe = load("recipe.toml", ["run=bench", "reward.functions=[{use='length',arguments={target=100}}]"])
-perform(recipe, "reward", recipe.reward, {"rollouts": "bench/rollouts@1"}, label="one")
+with by_hand(recipe):
+    perform("reward", recipe.reward, {"rollouts": "bench/rollouts@1"}, label="one")
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
-done = perform(recipe, "reward", recipe.reward, {"rollouts": "bench/rollouts@2"}, label="two")
+with by_hand(recipe):
+    done = perform("reward", recipe.reward, {"rollouts": "bench/rollouts@2"}, label="two")
 print(json.dumps({"rows": done.rows, "growth": memory("VmHWM") - before}))
 """
 
