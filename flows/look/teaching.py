@@ -51,7 +51,7 @@ def teach(store: Store, refs: Sequence[str], beta: float | None = None) -> dict[
         ConfigError: If a version is not of rewards, or `beta` is not positive.
         LineageError: If the rewards are of other rollouts, or one has no contrast in any group.
     """
-    if beta is not None and beta <= 0:
+    if beta is not None and not beta > 0:
         raise ConfigError("--beta", f"must be above 0, got {beta:g}", next="name a larger number")
     versions = [open_rewards(store, ref) for ref in refs]
     sources = [open_input(store, version, "rollouts") for version in versions]
@@ -68,7 +68,7 @@ def teach(store: Store, refs: Sequence[str], beta: float | None = None) -> dict[
     measures = _measures_of(scored)
     return {
         "rollouts": str(sources[0].ref),
-        "groups": int(groups.max()) + 1,
+        "groups": int(groups.max(initial=-1)) + 1,
         "rewards": [_lesson(joined, groups, measures, beta) for joined in scored],
         "opposed": [_opposed(a, b, groups) for a, b in combinations(scored, 2)],
     }
@@ -123,7 +123,7 @@ def _lesson(
     is_meant = within_groups.has_contrast(rewards, groups)
     if not is_meant.any():
         problem = "all answers to a prompt have the same reward, for every prompt"
-        if counts.max() < 2:
+        if counts.max(initial=0) < 2:
             problem = "no prompt has two scored answers, so that there is nothing to compare"
         raise LineageError(str(joined.ref), problem, next=f"quiver view {joined.ref}")
     beta = beta or within_groups.spread(rewards, groups)
