@@ -36,7 +36,7 @@ from quiver.stages.reward.functions import repetition
 from .calls import perform
 from .look.gather import Manifests, ends_of
 from .look.shards import Shards
-from .look.teaching import group_numbers, join_rewards, open_rewards, parts_of
+from .look.teaching import MARKDOWN, group_numbers, join_rewards, open_rewards, parts_of
 from .placement import check_places
 from .recipe import Recipe
 
@@ -44,8 +44,6 @@ NUM_ROWS = 20
 """Rows to read."""
 _ROUNDING = 1e-6
 """A gap below this share of the largest reward is rounding, since rewards are float32."""
-_MARKDOWN = r"(?m)^\s*(#{1,6} |[-*+] |\d+[.)] |>|```|\|)|\*\*"
-"""Headings, list items, quotes, code fences, rows of tables, bold text."""
 SURFACES = ("length", "repetition", "formatting")
 """What a reward may pay for beside quality: tokens, share of repeated 4-grams, Markdown marks."""
 Judge = Callable[[Version], Version | None]
@@ -119,7 +117,7 @@ def audit(store: Store, run: str, judge: Judge, num_iterations: int) -> dict[str
     units = [rows[name].to_numpy().std() or 1.0 for name in ("training", "second")]
     entries = [{"iteration": number, **_entry(table)} for number, table in tables.items()]
     for entry, gap in zip(entries[1:], _gaps(list(tables.values()), rows, units), strict=True):
-        entry |= gap
+        entry.update(gap)
     opens = None
     for entry in reversed(entries[1:]):
         if not (entry["told_apart"] and entry["gap"] > 0):
@@ -176,7 +174,7 @@ def _scored_rows(store: Store, trained: Sequence[Manifest], judge: Judge) -> Ite
             "second": theirs.number("reward"),
             "length": ours.number("tokens"),
             "repetition": -np.array(repetition(ids)),
-            "formatting": pc.count_substring_regex(texts, _MARKDOWN).cast("float64"),
+            "formatting": pc.count_substring_regex(texts, MARKDOWN).cast("float64"),
             **parts_of(ours),
         }
         is_scored = ~np.isnan(columns["training"] + columns["second"])

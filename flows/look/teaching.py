@@ -4,8 +4,9 @@
 
 A reward pulls the policy π to π* ∝ π exp(r / β). The saved answers to a prompt, weighted by exp(r /
 β), stand for π* (`stages/evaluate/within_groups.py`). So the mean of any measure can be given
-before and after: of each reward and its parts, the length, and the share of cut answers. The
-interval of a change is Student's over the prompts. No model is needed, and nothing is written.
+before and after: of each reward and its parts, the length, Markdown marks, and the share of cut
+answers. The interval of a change is Student's over the prompts. No model is needed, and nothing is
+written.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from quiver.stages.evaluate.statistics import paired_interval
 from .joined import Joined
 from .shards import Shards
 
+MARKDOWN = r"(?m)^\s*(#{1,6} |[-*+] |\d+[.)] |>|```|\|)|\*\*"
+"""Headings, list items, quotes, code fences, rows of tables, bold text."""
 _EXAMPLES = 5
 """Rows named for each pair of rewards."""
 
@@ -110,6 +113,8 @@ def _measures_of(scored: Sequence[Joined]) -> dict[str, np.ndarray]:
                 measures[f"{name} of {joined.ref}"] = numbers
     cut = pc.equal(scored[0].rollouts.column("finish_reason"), "length")
     measures["tokens"] = scored[0].number("tokens")
+    marks = pc.count_substring_regex(scored[0].rollouts.column("completion_text"), MARKDOWN)
+    measures["formatting"] = marks.to_numpy().astype(np.float64)
     measures["share cut"] = cut.to_numpy().astype(np.float64)
     return measures
 

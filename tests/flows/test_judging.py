@@ -75,13 +75,17 @@ def test_the_pull_of_two_rewards_by_hand(store):
     assert lesson["effective_samples"] == pytest.approx(1 / (w**2 + (1 - w) ** 2))
     measures = {row["measure"]: row for row in lesson["measures"]}
     names = {f"reward of {first.ref}", f"reward of {second.ref}", "part right", "part fluent"}
-    assert measures.keys() == names | {"tokens", "share cut"}, "the part of both is there once"
+    assert measures.keys() == names | {"tokens", "formatting", "share cut"}, (
+        "the part of both is there once"
+    )
     tokens = measures["tokens"]
     assert (tokens["now"], tokens["n"]) == (4, 2)
     assert tokens["then"] == pytest.approx((2 * w + 6 * (1 - w) + 4) / 2)
     assert tokens["change"] == pytest.approx(tokens["then"] - 4)
     assert tokens["interval"] == pytest.approx(paired_interval([2 * w + 6 * (1 - w) - 4, 0.0]))
     assert tokens["first_order"] == pytest.approx(-2 / 0.5 / 2), "Cov −2 in a, 0 in b"
+    marks = measures["formatting"]
+    assert (marks["now"], marks["change"]) == (2, 0), "two marks of bold text in each answer"
     assert measures["share cut"]["change"] == pytest.approx(-(w - 0.5) / 2)
     assert measures["part fluent"]["interval"] == pytest.approx((0, 0))
     assert measures[f"reward of {second.ref}"]["change"] == pytest.approx(-(2 * w - 1) / 2)
@@ -140,7 +144,7 @@ def test_the_command_says_the_same_in_json_and_in_words(store, command, monkeypa
         answer["rewards"][0]["measures"][0]["now"] == expected["rewards"][0]["measures"][0]["now"]
     )
     text = "\n".join(lines("lessons", expected))
-    tokens = expected["rewards"][0]["measures"][-2]
+    tokens = expected["rewards"][0]["measures"][-3]
     assert f"{100 * tokens['change'] / tokens['now']:+.1f} %" in text
     assert "advantages of opposite sign in 2 rows" in text and "toy-a-0" in text
     assert command("teach", "toy/rollouts")[0] == 2
