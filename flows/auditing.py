@@ -56,7 +56,7 @@ def by_recipe(recipe: Recipe, run: str, num_prompts: int) -> Judge:
     store = Store(recipe.store)
     config = subset.Config(prompts=num_prompts)
 
-    def judge(rollouts: Version) -> Version:
+    def judge(rollouts: Version) -> Version | None:
         into = f"{run}.audit"
         try:
             part = perform("subset", config, {"rollouts": str(rollouts.ref)}, into=into).ref
