@@ -36,14 +36,14 @@ from quiver.stages.reward.functions import repetition
 from .calls import perform
 from .look.gather import Manifests, ends_of
 from .look.shards import Shards
-from .look.teaching import group_numbers, join_rewards, open_rewards, parts_of
+from .look.teaching import MARKDOWN, group_numbers, join_rewards, open_rewards, parts_of
 from .placement import check_places
 from .recipe import Recipe
 
 NUM_ROWS = 20
 """Rows to read."""
-_MARKDOWN = r"(?m)^\s*(#{1,6} |[-*+] |\d+[.)] |>|```|\|)|\*\*"
-"""Headings, list items, quotes, code fences, rows of tables, bold text."""
+_ROUNDING = 1e-6
+"""A gap below this share of the largest reward is rounding, since rewards are float32."""
 SURFACES = ("length", "repetition", "formatting")
 """What a reward may pay for beside quality: tokens, share of repeated 4-grams, Markdown marks."""
 Judge = Callable[[Version], Version | None]
@@ -56,9 +56,12 @@ def by_recipe(recipe: Recipe, run: str, num_prompts: int) -> Judge:
     store = Store(recipe.store)
     config = subset.Config(prompts=num_prompts)
 
-    def judge(rollouts: Version) -> Version:
+    def judge(rollouts: Version) -> Version | None:
         into = f"{run}.audit"
-        part = perform("subset", config, {"rollouts": str(rollouts.ref)}, into=into).ref
+        try:
+            part = perform("subset", config, {"rollouts": str(rollouts.ref)}, into=into).ref
+        except LineageError:  # its prompts are gone, or it was imported without any
+            return None
         label = f"a part of {rollouts.ref}"
         scored = perform("reward", recipe.reward, {"rollouts": part}, label=label, into=into)
         return store.open(scored.ref)
@@ -67,11 +70,14 @@ def by_recipe(recipe: Recipe, run: str, num_prompts: int) -> Judge:
 
 
 def by_versions(store: Store, refs: Sequence[str]) -> Judge:
-    """Take the second reward from rewards versions, one for each rollouts version."""
+    """Take the second reward from rewards versions, one for each rollouts version or a part of
+    it."""
     versions = {}
     for ref in refs:
         version = open_rewards(store, ref)
-        versions[open_input(store, version, "rollouts").manifest.content_hash] = version
+        scored = open_input(store, version, "rollouts").manifest
+        whole = scored.require_input("rollouts") if scored.stage == "subset" else scored
+        versions[whole.content_hash] = version
     return lambda rollouts: versions.get(rollouts.manifest.content_hash)
 
 
@@ -110,12 +116,8 @@ def audit(store: Store, run: str, judge: Judge, num_iterations: int) -> dict[str
     # a reward that is the same everywhere has no unit, and adds nothing to a gap
     units = [rows[name].to_numpy().std() or 1.0 for name in ("training", "second")]
     entries = [{"iteration": number, **_entry(table)} for number, table in tables.items()]
-    gains = [_gains(table, units) for table in tables.values()]
-    compared = [unpaired_difference(gains[0], later) for later in gains[1:]]
-    corrected = holm([p for _, _, p in compared])
-    for entry, (gap, interval, _), p in zip(entries[1:], compared, corrected, strict=True):
-        told_apart = p <= 1 - CONFIDENCE
-        entry |= {"gap": gap, "interval": interval, "p_holm": p, "told_apart": told_apart}
+    for entry, gap in zip(entries[1:], _gaps(list(tables.values()), rows, units), strict=True):
+        entry.update(gap)
     opens = None
     for entry in reversed(entries[1:]):
         if not (entry["told_apart"] and entry["gap"] > 0):
@@ -135,10 +137,14 @@ def _chosen(store: Store, run: str, num_iterations: int) -> Iterator[tuple[int, 
     """Yield the number and the rewards of some iterations, evenly spaced."""
     manifests = Manifests(store)
     newest = manifests.store.open(ends_of(store, run)[0]).manifest
-    iterations = list(manifests.iterations(list(manifests.line(newest))))
-    count = min(len(iterations), num_iterations)
-    for index in np.linspace(0, len(iterations) - 1, count).round().astype(int).tolist():
-        yield index + 1, [each for each in iterations[index] if each.kind == "rewards"]
+    policies = list(manifests.line(newest))[::-1]
+    places = [place for place, policy in enumerate(policies) if policy.stage == "optimize"]
+    count = min(len(places), num_iterations)
+    for index in np.linspace(0, len(places) - 1, count).round().astype(int).tolist():
+        place = places[index]
+        learned_from = {entry.ref for policy in policies[:place] for entry in policy.inputs}
+        versions = manifests.made_of(policies[place], learned_from)
+        yield index + 1, [each for each in versions if each.kind == "rewards"]
 
 
 def _scored_rows(store: Store, trained: Sequence[Manifest], judge: Judge) -> Iterator[pa.Table]:
@@ -168,7 +174,7 @@ def _scored_rows(store: Store, trained: Sequence[Manifest], judge: Judge) -> Ite
             "second": theirs.number("reward"),
             "length": ours.number("tokens"),
             "repetition": -np.array(repetition(ids)),
-            "formatting": pc.count_substring_regex(texts, _MARKDOWN).cast("float64"),
+            "formatting": pc.count_substring_regex(texts, MARKDOWN).cast("float64"),
             **parts_of(ours),
         }
         is_scored = ~np.isnan(columns["training"] + columns["second"])
@@ -200,6 +206,21 @@ def _entry(rows: pa.Table) -> dict[str, Any]:
         },
         "shares": dict(zip(parts, shares, strict=True)),
     }
+
+
+def _gaps(
+    tables: Sequence[pa.Table], rows: pa.Table, units: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Return the fields about the gap of each iteration after the first."""
+    largest = [np.abs(rows[name].to_numpy()).max() for name in ("training", "second")]
+    least = _ROUNDING * (np.array(largest) / units).max()
+    gains = [_gains(table, units) for table in tables]
+    compared = [unpaired_difference(gains[0], later) for later in gains[1:]]
+    corrected = holm([p if abs(gap) > least else 1.0 for gap, _, p in compared])
+    return [
+        {"gap": gap, "interval": interval, "p_holm": p, "told_apart": p <= 1 - CONFIDENCE}
+        for (gap, interval, _), p in zip(compared, corrected, strict=True)
+    ]
 
 
 def _advances(rows: pa.Table, units: Sequence[float]) -> np.ndarray:

@@ -5,7 +5,8 @@ cells start from.
     lines = table_lines(rows)
 
 A difference is told apart from 0 if its p-value, corrected for the number of cells by Holm's
-method, is at most 0.05. Its interval is not corrected.
+method, is at most 0.05. Its interval is not corrected. A cell that was only estimated counts too:
+it was left out by answers to the same held-out prompts.
 """
 
 from __future__ import annotations
@@ -52,11 +53,16 @@ def cell_rows(store: Store, entries: Mapping[str, dict[str, Any]]) -> list[dict[
                 row |= {name: difference[name] for name in ("interval", "p")}
         rows.append(row)
     tested = [row for row in rows if row["p"] is not None]
-    corrected = holm([row["p"] for row in tested])
-    for row, p_holm in zip(tested, corrected, strict=True):
+    num_estimated = sum(map(_is_only_estimated, rows))
+    corrected = holm([*(row["p"] for row in tested), *[1.0] * num_estimated])
+    for row, p_holm in zip(tested, corrected[: len(tested)], strict=True):
         row["p_holm"] = p_holm
         row["told_apart"] = p_holm <= 1 - CONFIDENCE
     return sorted(rows, key=_rank)
+
+
+def _is_only_estimated(row: Mapping[str, Any]) -> bool:
+    return bool(row["estimate"] and not row["evaluation"] and not row["error"])
 
 
 def _rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -84,7 +90,7 @@ def labels_of(row: Mapping[str, Any]) -> dict[str, str]:
 def table_lines(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
     """Return the rows as lines below a header. `baseline`: name of the policy compared with."""
     names = list(labels_of(rows[0])) if rows else []
-    tested = sum(row["p"] is not None for row in rows)
+    tested = sum(row["p"] is not None or _is_only_estimated(row) for row in rows)
     against = f"against {baseline} (paired, 95 %, Holm over {tested})"
     table = [["cell", *names, "policy", "score", against, "KL", "clipped"]]
     for row in rows:
@@ -154,9 +160,7 @@ def sweep_lines(store: Store, record: Mapping[str, Any]) -> list[str]:
     lines = [f"{start}, which all cells start from: score {score_of(measured.metrics)}", ""]
     lines += [*table_lines(rows, start), ""]
     failed = sum(row["error"] is not None for row in rows)
-    unmeasured = sum(
-        bool(row["estimate"] and not row["evaluation"] and not row["error"]) for row in rows
-    )
+    unmeasured = sum(map(_is_only_estimated, rows))
     done = sum(bool(row.get("cached")) for row in rows)
     trained = len(rows) - failed - done
     counts = [f"{trained} trained", f"{done} already done"]

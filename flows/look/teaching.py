@@ -4,8 +4,9 @@
 
 A reward pulls the policy π to π* ∝ π exp(r / β). The saved answers to a prompt, weighted by exp(r /
 β), stand for π* (`stages/evaluate/within_groups.py`). So the mean of any measure can be given
-before and after: of each reward and its parts, the length, and the share of cut answers. The
-interval of a change is Student's over the prompts. No model is needed, and nothing is written.
+before and after: of each reward and its parts, the length, Markdown marks, and the share of cut
+answers. The interval of a change is Student's over the prompts. No model is needed, and nothing is
+written.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from quiver.stages.evaluate.statistics import paired_interval
 from .joined import Joined
 from .shards import Shards
 
+MARKDOWN = r"(?m)^\s*(#{1,6} |[-*+] |\d+[.)] |>|```|\|)|\*\*"
+"""Headings, list items, quotes, code fences, rows of tables, bold text."""
 _EXAMPLES = 5
 """Rows named for each pair of rewards."""
 
@@ -51,7 +54,7 @@ def teach(store: Store, refs: Sequence[str], beta: float | None = None) -> dict[
         ConfigError: If a version is not of rewards, or `beta` is not positive.
         LineageError: If the rewards are of other rollouts, or one has no contrast in any group.
     """
-    if beta is not None and beta <= 0:
+    if beta is not None and not beta > 0:
         raise ConfigError("--beta", f"must be above 0, got {beta:g}", next="name a larger number")
     versions = [open_rewards(store, ref) for ref in refs]
     sources = [open_input(store, version, "rollouts") for version in versions]
@@ -68,7 +71,7 @@ def teach(store: Store, refs: Sequence[str], beta: float | None = None) -> dict[
     measures = _measures_of(scored)
     return {
         "rollouts": str(sources[0].ref),
-        "groups": int(groups.max()) + 1,
+        "groups": int(groups.max(initial=-1)) + 1,
         "rewards": [_lesson(joined, groups, measures, beta) for joined in scored],
         "opposed": [_opposed(a, b, groups) for a, b in combinations(scored, 2)],
     }
@@ -110,6 +113,8 @@ def _measures_of(scored: Sequence[Joined]) -> dict[str, np.ndarray]:
                 measures[f"{name} of {joined.ref}"] = numbers
     cut = pc.equal(scored[0].rollouts.column("finish_reason"), "length")
     measures["tokens"] = scored[0].number("tokens")
+    marks = pc.count_substring_regex(scored[0].rollouts.column("completion_text"), MARKDOWN)
+    measures["formatting"] = marks.to_numpy().astype(np.float64)
     measures["share cut"] = cut.to_numpy().astype(np.float64)
     return measures
 
@@ -123,7 +128,7 @@ def _lesson(
     is_meant = within_groups.has_contrast(rewards, groups)
     if not is_meant.any():
         problem = "all answers to a prompt have the same reward, for every prompt"
-        if counts.max() < 2:
+        if counts.max(initial=0) < 2:
             problem = "no prompt has two scored answers, so that there is nothing to compare"
         raise LineageError(str(joined.ref), problem, next=f"quiver view {joined.ref}")
     beta = beta or within_groups.spread(rewards, groups)

@@ -18,11 +18,14 @@ _ROUNDING = 1e-6
 
 
 def centered(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Return each value minus the mean of its group's known values: [N], 0 if it is unknown."""
+    """Return each value minus the mean of its group's known values: [N], 0 if it is unknown, and
+    exactly 0 in a group whose known values are equal."""
     is_known = ~np.isnan(values)
     sums = np.bincount(groups, np.where(is_known, values, 0.0))
     means = sums / np.maximum(num_known(values, groups), 1)
-    return np.where(is_known, values - means[groups], 0.0)
+    # the mean of equal numbers may be another number
+    varies = is_known & has_contrast(values, groups)[groups]
+    return np.where(varies, values - means[groups], 0.0)
 
 
 def num_known(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
@@ -191,5 +194,8 @@ def variance_shares(
     p = np.stack([centered(part, groups) for part in known_parts])
     if not r @ r:
         return [0.0] * len(p)
+    # parts may have any units, and `rcond` compares them
+    norms = np.linalg.norm(p, axis=1, keepdims=True)
+    p /= np.where(norms > 0, norms, 1.0)
     coefficients = np.linalg.lstsq(p @ p.T, p @ r, rcond=1e-9)[0]
     return (coefficients * (p @ r) / (r @ r)).tolist()

@@ -75,13 +75,17 @@ def test_the_pull_of_two_rewards_by_hand(store):
     assert lesson["effective_samples"] == pytest.approx(1 / (w**2 + (1 - w) ** 2))
     measures = {row["measure"]: row for row in lesson["measures"]}
     names = {f"reward of {first.ref}", f"reward of {second.ref}", "part right", "part fluent"}
-    assert measures.keys() == names | {"tokens", "share cut"}, "the part of both is there once"
+    assert measures.keys() == names | {"tokens", "formatting", "share cut"}, (
+        "the part of both is there once"
+    )
     tokens = measures["tokens"]
     assert (tokens["now"], tokens["n"]) == (4, 2)
     assert tokens["then"] == pytest.approx((2 * w + 6 * (1 - w) + 4) / 2)
     assert tokens["change"] == pytest.approx(tokens["then"] - 4)
     assert tokens["interval"] == pytest.approx(paired_interval([2 * w + 6 * (1 - w) - 4, 0.0]))
     assert tokens["first_order"] == pytest.approx(-2 / 0.5 / 2), "Cov −2 in a, 0 in b"
+    marks = measures["formatting"]
+    assert (marks["now"], marks["change"]) == (2, 0), "two marks of bold text in each answer"
     assert measures["share cut"]["change"] == pytest.approx(-(w - 0.5) / 2)
     assert measures["part fluent"]["interval"] == pytest.approx((0, 0))
     assert measures[f"reward of {second.ref}"]["change"] == pytest.approx(-(2 * w - 1) / 2)
@@ -114,13 +118,16 @@ def test_what_cannot_be_compared_is_refused(store):
     good = str(pay(store, sampled, [1.0, 0.0, 1.0]).ref)
     equal = str(pay(store, sampled, [1.0, 1.0, 0.0]).ref)
     alone = str(pay(store, sampled, [1.0, None, 0.0]).ref)
+    empty = str(pay(store, sample(store, {}, run="c"), []).ref)
     elsewhere = str(pay(store, sample(store, {"a": [1, 2]}, run="b"), [1.0, 0.0]).ref)
     for refs, beta, error, words in (
         ([good, equal], None, LineageError, "have the same reward"),
         ([alone], None, LineageError, "no prompt has two scored answers"),
         ([good, elsewhere], None, LineageError, f"scores b/rollouts@1, and {good} scores"),
         ([good, str(sampled.ref)], None, ConfigError, "expected a version of rewards"),
+        ([empty], None, LineageError, "no prompt has two scored answers"),
         ([good], 0.0, ConfigError, "above 0"),
+        ([good], math.nan, ConfigError, "above 0"),
     ):
         with pytest.raises(error, match=words):
             teach(store, refs, beta)
@@ -137,7 +144,7 @@ def test_the_command_says_the_same_in_json_and_in_words(store, command, monkeypa
         answer["rewards"][0]["measures"][0]["now"] == expected["rewards"][0]["measures"][0]["now"]
     )
     text = "\n".join(lines("lessons", expected))
-    tokens = expected["rewards"][0]["measures"][-2]
+    tokens = expected["rewards"][0]["measures"][-3]
     assert f"{100 * tokens['change'] / tokens['now']:+.1f} %" in text
     assert "advantages of opposite sign in 2 rows" in text and "toy-a-0" in text
     assert command("teach", "toy/rollouts")[0] == 2
@@ -250,6 +257,32 @@ def test_without_hacking_no_gap_is_told_apart(store):
         by_versions(store, ["toy/rollouts@2"])
 
 
+def test_rounding_opens_no_gap(store):
+    """The second reward is the training reward in other units, and both rise."""
+    draw = np.random.default_rng(3)
+    run, seconds = Run(store), []
+    for number in range(3):
+        training = (draw.random((24, 4)) < 0.3 + 0.3 * number).astype(float)
+        sampled = run.train(draw.integers(1, 9, (24, 4)), training)
+        seconds.append(str(pay(store, sampled, (0.1 * training).ravel().tolist()).ref))
+    answer = audit(store, "toy", by_versions(store, seconds), 20)
+    later = answer["iterations"][1:]
+    assert [entry["told_apart"] for entry in later] == [False, False] and answer["opens"] is None
+
+
+def test_iterations_between_those_looked_at_are_not_opened(store):
+    draw = np.random.default_rng(5)
+    run, seconds = Run(store), []
+    for _ in range(3):
+        training = draw.normal(size=(6, 4))
+        sampled = run.train(draw.integers(1, 9, (6, 4)), training)
+        seconds.append(str(pay(store, sampled, training.ravel().tolist()).ref))
+    refs = [seconds[0], seconds[2]]
+    store.storage.put("toy/prompts/v000002/manifest.json", b"torn")
+    answer = audit(store, "toy", by_versions(store, refs), num_iterations=2)
+    assert [entry["iteration"] for entry in answer["iterations"]] == [1, 3]
+
+
 def test_a_recipe_scores_the_same_part_of_each_iteration_once(store):
     draw = np.random.default_rng(2)
     run = Run(store)
@@ -283,6 +316,14 @@ def test_a_recipe_scores_the_same_part_of_each_iteration_once(store):
     ids = parts[1].table(["rollout_id"])["rollout_id"].to_pylist()
     assert scored.keys() <= set(ids)
     assert audited() == answer and len(made) == 4
+    refs = ["toy.audit/rewards@1", "toy.audit/rewards@2"]
+    assert audit(store, "toy", by_versions(store, refs), 20) == answer, "an audit's own scores"
+    run.train(draw.integers(1, 9, (5, 3)), draw.normal(size=(5, 3)))
+    for number in (1, 2):
+        remove(store, f"toy/prompts@{number}")
+    answer = audited()
+    assert answer["left_out"] == [1, 2], "their prompts are gone"
+    assert [entry["iteration"] for entry in answer["iterations"]] == [3]
 
 
 def test_what_the_second_reward_is_must_be_one_thing(store, command, monkeypatch):

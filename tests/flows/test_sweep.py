@@ -20,6 +20,7 @@ from quiver.schemas.refs import parse
 from quiver.stages.core.run import stage_process
 from quiver.stages.core.store import Store, retention
 from quiver.stages.evaluate.comparison import compare
+from quiver.stages.evaluate.statistics import holm
 from tests.flows.conftest import stay_here, write_recipe
 from tests.writing import run_here, run_iteration
 
@@ -302,3 +303,18 @@ def test_a_cell_whose_interval_ends_below_another_ones_is_not_measured(made):
     assert "estimated 0.3450  0.2000 … 0.4900, not measured" in second
     assert "0.6000" in first and "estimated" not in last
     assert flat_row("cells", rows[1])["estimate_high"] == 0.49
+
+
+def test_a_cell_that_was_only_estimated_counts_in_the_correction(made, command):
+    """It was left out by the answers to the same held-out prompts."""
+    _, answer = command("sweep", "recipe.toml", "--set", "run=alike")
+    entries = saved(load("recipe.toml", ["run=alike"]))["cells"]
+    expected = {"estimate": 0.1, "interval": [0.0, 0.2], "refused": None}
+    for number in ("3", "4"):
+        entries[number] = {**entries[number], "estimate": expected}
+        entries[number].pop("evaluation")
+    rows = cell_rows(Store("store"), entries)
+    ps = sorted(row["p"] for row in rows if row["p"] is not None)
+    assert [row["p"] for row in rows].count(None) == 2 and rows[-1]["p_holm"] is None
+    assert sorted(row["p_holm"] for row in rows[:2]) == holm([*ps, 1.0, 1.0])[:2]
+    assert "Holm over 4)" in table_lines(rows, answer["baseline"])[0]

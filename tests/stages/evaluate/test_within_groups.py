@@ -87,6 +87,7 @@ def test_a_measure_that_is_the_same_for_all_answers_changes_by_nothing_at_all():
     r, groups = np.random.default_rng(8).normal(size=700), np.repeat(np.arange(100), 7)
     found = pull(r, np.full(700, 1.0), groups, 0.3)
     assert not found.change.any() and not found.first_order.any()
+    assert not centered(np.full(700, 0.1), groups).any(), "the mean of seven 0.1 is not 0.1"
 
 
 def test_what_is_not_known_is_left_out():
@@ -217,6 +218,7 @@ def test_a_measure_that_does_not_vary_has_no_correlation():
     assert correlation(x, x, groups) == pytest.approx(1)
     assert correlation(x, np.array([0.1, 0.3, 0.2, 0.5]), groups, 0.7 * x) is None, "all explained"
     assert correlation(np.full(4, NAN), x, groups) is None
+    assert correlation(np.full(6, 0.1), np.arange(6.0), np.zeros(6, int)) is None
 
 
 def test_shares_of_variance_add_up_and_need_no_weights():
@@ -238,3 +240,16 @@ def test_shares_of_variance_add_up_and_need_no_weights():
     clipped = np.minimum(reward, 0.0)
     assert 0 < sum(variance_shares(clipped, list(parts), groups)) < 1
     assert variance_shares(np.ones(240), list(parts), groups) == [0, 0, 0]
+
+
+def test_a_part_in_large_units_takes_nothing_from_the_others():
+    """Right or wrong, less 1e-5 for each of some 20,000 characters."""
+    draw = np.random.default_rng(9)
+    groups = np.repeat(np.arange(40), 8)
+    right = (draw.random(320) < 0.5).astype(float)
+    length = 2e4 * draw.normal(size=320)
+    terms = [centered(term, groups) for term in (right, -1e-5 * length)]
+    total = sum(terms)
+    expected = [term @ total / (total @ total) for term in terms]
+    found = variance_shares(right - 1e-5 * length, [right, length, np.full(320, 0.1)], groups)
+    assert found == pytest.approx([*expected, 0]) and found[0] > 0.5
