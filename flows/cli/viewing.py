@@ -73,6 +73,8 @@ def view(
             "quiver view", f"{library} is not installed here", next='pip install "quiver-rl[view]"'
         )
     selection = Selection(sort, descending, where, search)
+    if web and by:
+        raise ConfigError("--by", "prints a table, not a page", next="leave out --web, or --by")
     if web:
         _serve([word for word in (ref, beside) if word], selection, opened.url)
         return
