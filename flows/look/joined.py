@@ -416,7 +416,7 @@ class Joined:
         compare = _COMPARE[sign]
         numbers = self.number(name)
         if self.numbers[name] is not self._own_numbers.get(name):
-            # rewards are float32, so 0.1 in a filter must become the float32 that a reward of 0.1 is
+            # rewards are float32, so 0.1 in a filter must become the float32 of a reward of 0.1
             return compare(numbers.astype(np.float32), np.float32(text))
         values = self.values(name)
         if number.is_integer() and not pa.types.is_floating(values.type):
