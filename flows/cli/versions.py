@@ -267,7 +267,7 @@ def _row_lines(answer: dict[str, Any]) -> list[str]:
     lines += [f"in the line of  {printable(policy)}" for policy in answer["line"]]
     num_more = answer["num_asked"] - len(answer["asked"])
     if num_more:
-        lines.append(f"{num_more:,} earlier rollouts versions have it too: --depth all")
+        lines.append(f"{num_more:,} earlier rollouts versions of its prompts: --depth all")
     return lines
 
 

@@ -63,6 +63,8 @@ def view(
     terminal."""
     from quiver.flows.look.joined import Selection
 
+    if web and by:
+        raise ConfigError("--by", "prints a table, not a page", next="leave out --web, or --by")
     opened = open_store(store)
     is_served = WEB_DRIVER in os.environ  # this process answers to one page of a browser
     has_terminal = sys.stdin.isatty() and sys.stdout.isatty()

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from quiver.schemas.errors import LineageError, printable
+from quiver.schemas.errors import CorruptError, LineageError, printable
 from quiver.schemas.refs import KINDS, Ref, as_version
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.listing import manifest_fields
@@ -58,7 +59,7 @@ def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
             `devices`, `peak_memory` and `peak_device_memory` that a version used
         total: the same of all of them
         unmeasured: number of versions from before these were measured
-        unreadable: number of versions whose manifest is damaged
+        unreadable: number of versions whose manifest is damaged or missing
 
     Raises LineageError if the run has no version.
     """
@@ -71,7 +72,7 @@ def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
     if not refs:
         raise LineageError(f"run {printable(run)}", "has no versions", next="quiver ls")
     keys = [f"{ref.folder}/manifest.json" for ref in refs]
-    read = map_in_threads(lambda key: manifest_fields(store.storage.read(key)), keys)
+    read = map_in_threads(lambda key: _fields(store, key), keys)
     versions = [fields for fields in read if fields is not None]
     iterations = _iterations(versions) if by == "iteration" else {}
     groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
@@ -94,6 +95,13 @@ def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
         "unmeasured": sum(not one.get("usage") for one in versions if _is_last(one)),
         "unreadable": len(refs) - len(versions),
     }
+
+
+def _fields(store: Store, key: str) -> dict[str, Any] | None:
+    """Return the fields of a manifest; None if it is damaged or missing."""
+    with suppress(OSError, CorruptError):
+        return manifest_fields(store.storage.read(key))
+    return None
 
 
 def _is_last(fields: Mapping[str, Any]) -> bool:
@@ -124,7 +132,8 @@ def _devices(fields: Mapping[str, Any]) -> dict[str, float]:
     if fields["environment"].get("device", "cpu") in ("cpu", "server"):
         return {}
     metrics, options = fields["metrics"], fields["config"].get("options") or {}
-    devices = metrics.get("processes") or options.get("tensor_parallel_size", 1)
+    devices = metrics.get("devices") or metrics.get("processes")
+    devices = devices or options.get("tensor_parallel_size", 1)
     devices *= metrics.get("workers", 1)
     return {"devices": devices, "device_seconds": devices * fields["seconds"]["total"]}
 
@@ -168,5 +177,5 @@ def cost_lines(answer: Mapping[str, Any]) -> list[str]:
         text = "without record of processor time, devices and memory"
         lines.append(f"{counted(count, 'version')} {text}")
     if count := answer["unreadable"]:
-        lines.append(f"{counted(count, 'version')} with a damaged manifest, left out")
+        lines.append(f"{counted(count, 'version')} with a damaged or missing manifest, left out")
     return lines

@@ -22,6 +22,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache, cached_property, reduce
 from typing import Any
 
@@ -265,12 +266,18 @@ class Joined:
             functions["advantage"] = lambda: self._aligned("advantages", "advantage")
             functions["mean_ratio"] = lambda: self._aligned("advantages", "mean_ratio")
             functions["change"] = lambda: np.abs(np.log(self.number("mean_ratio")))
-        for name, kind in self.own_columns.items():
-            if not pa.types.is_string(kind):
-                functions.setdefault(
-                    name, lambda name=name: pc.cast(self.values(name), pa.float64()).to_numpy()
-                )
-        return {name: cache(function) for name, function in functions.items()}
+        measured = {name: cache(function) for name, function in functions.items()}
+        return {**self._own_numbers, **measured}
+
+    @cached_property
+    def _own_numbers(self) -> dict[str, Callable[[], np.ndarray]]:
+        """Functions that read the numbers among `own_columns`, as those of `numbers`, by name."""
+        to_double = pc.CastOptions.unsafe(pa.float64())  # large integers are rounded
+        return {
+            name: cache(lambda name=name: self.values(name).cast(options=to_double).to_numpy())
+            for name, kind in self.own_columns.items()
+            if not pa.types.is_string(kind)
+        }
 
     @cached_property
     def own_columns(self) -> dict[str, pa.DataType]:
@@ -335,6 +342,7 @@ class Joined:
 
         Columns: `by`, `count`; `mean`, `std`, `min` and `max` of the reward (or score), null if
         nothing is scored; `position` of the group's first rollout. `std` divides by n, not n − 1.
+        If the user's column has the name of another one here, it is called `columns.NAME`.
         """
         by = _SHOWN_AS.get(by, by)
         names = [*self._text_names, *self.own_columns]
@@ -343,13 +351,13 @@ class Joined:
             raise ConfigError(f"column {quoted_name(by)}", problem, next="name one of these")
         numbers = self.number(self.score_name) if self.score_name else [None] * len(self)
         columns = {
-            by: self.values(by),
+            "key": self.values(by),
             "number": pa.array(numbers, pa.float64(), from_pandas=True),
             "position": pa.array(np.arange(len(self))),
         }
         grouped = (
             pa.table(columns)
-            .group_by(by, use_threads=False)
+            .group_by("key", use_threads=False)
             .aggregate(
                 [
                     ([], "count_all"),
@@ -361,8 +369,9 @@ class Joined:
                 ]
             )
         )
-        names = [by, "count", "mean", "std", "min", "max", "position"]
-        return grouped.rename_columns(names).sort_by("position")
+        names = ["count", "mean", "std", "min", "max", "position"]
+        title = f"columns.{by}" if by in names else by
+        return grouped.rename_columns([title, *names]).sort_by("position")
 
     def _aligned(
         self, kind: str, name: str, numbers_of: Callable[[Any], Any] = lambda column: column
@@ -392,20 +401,32 @@ class Joined:
         name, sign, text = match.groups()
         name = _SHOWN_AS.get(name, name)
         own = [each for each, kind in self.own_columns.items() if pa.types.is_string(kind)]
-        text_names = [*self._text_names, *own]
+        text_names = [*self._text_names, *(each for each in own if each not in self.numbers)]
         if name in text_names and sign in ("=", "!="):
             is_equal = pc.equal(self.values(name), text).fill_null(False).to_numpy()
             return is_equal if sign == "=" else ~is_equal
         try:
-            number = np.float32(text)
+            number = float(text)
         except ValueError:
             raise ConfigError(
                 f"condition {printable(condition)}",
                 f"expected a number, found {printable(text)}; texts are {', '.join(text_names)}",
                 next=_HOW,
             ) from None
-        # rewards are float32, so 0.1 in a filter must become the float32 that a reward of 0.1 is
-        return _COMPARE[sign](self.number(name).astype(np.float32), number)
+        compare = _COMPARE[sign]
+        numbers = self.number(name)
+        if self.numbers[name] is not self._own_numbers.get(name):
+            # rewards are float32, so 0.1 in a filter must become the float32 of a reward of 0.1
+            return compare(numbers.astype(np.float32), np.float32(text))
+        values = self.values(name)
+        if number.is_integer() and not pa.types.is_floating(values.type):
+            number = int(Decimal(text))
+        is_there = values.is_valid().to_numpy()
+        holds = np.full(len(values), sign == "!=")
+        with np.errstate(over="ignore"):  # a number too large for the column's type is infinite
+            # NumPy compares a plain number in the column's own type, integers exactly
+            holds[is_there] = compare(values.drop_null().to_numpy(), number)
+        return holds
 
     def _contains(self, text: str) -> np.ndarray:
         """Return [rollouts] bool: true if the completion, a turn, an observation or the prompt

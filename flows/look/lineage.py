@@ -30,6 +30,7 @@ from quiver.stages.core.threads import map_in_threads
 
 SHORTEST_FOLD = 3
 """Least policies, or least versions made alike of one version, that are folded into one node."""
+_IDS = ("group_id", "rollout_id")
 BESIDE_A_POLICY = ("advantages", "updates")
 """Kinds that optimize writes beside a policy; descent names the policy alone."""
 
@@ -259,7 +260,8 @@ def trace_row(store: Store, row: str, most: int | None = None) -> dict[str, Any]
 
     Returns:
         row: the id
-        num_asked: how many rollouts versions have it
+        num_asked: how many rollouts versions have it. For a group, of those beyond `most` only the
+            prompts are known to have it
         asked: by rollouts version, newest last, its `prompts` and the `policies` that learned from
             that version, each with `kept`, the number of these rollouts that it was trained on, and
             `dropped`, counts by reason. Both are None if the advantages are gone
@@ -269,6 +271,15 @@ def trace_row(store: Store, row: str, most: int | None = None) -> dict[str, Any]
     """
     index = Index(store)
     asked = _asked_in(store, index, row)
+    shown: list[str] = []
+    for ref in reversed(asked):
+        if len(shown) == most:
+            break
+        # expired rollouts are taken to have what their prompts have
+        if any(_has_row(store, ref, column, row) is not False for column in _IDS):
+            shown.insert(0, ref)
+        else:
+            asked = [each for each in asked if each != ref]
     if not asked:
         raise LineageError(
             f"row {printable(row)}",
@@ -277,7 +288,7 @@ def trace_row(store: Store, row: str, most: int | None = None) -> dict[str, Any]
         )
     answer = {"row": row, "num_asked": len(asked), "asked": []}
     policies = {user for ref in asked for user in index.users[ref] if "/policy@" in user}
-    for ref in asked if most is None else asked[-most:]:
+    for ref in shown:
         summary = index.get(ref)
         prompts = next((one for one, role in summary.sources.items() if role == "prompts"), None)
         prefix = f"{summary.run_key[:8]}-"
@@ -300,28 +311,34 @@ def trace_row(store: Store, row: str, most: int | None = None) -> dict[str, Any]
 
 def _asked_in(store: Store, index: Index, row: str) -> list[str]:
     """Return the rollouts that have a rollout id or a group id, in the order of making. A rollout
-    id begins with the first 8 digits of its version's run key; a group is looked for in all
-    prompts."""
-
-    def has_row(ref: str, column: str) -> bool:
-        try:
-            ids = store.version(parse(ref)).table([column])[column]
-        except (LineageError, CorruptError):  # expired or damaged
-            return False
-        return pc.any(pc.equal(ids, row)).as_py()
+    id begins with the first 8 digits of its version's run key. A group is looked for in all
+    prompts, so rollouts that left it out are returned too; parts drawn from rollouts are not."""
 
     def folders(kind: str) -> dict[str, Summary]:
         return {ref: one for run in store.runs() for ref, one in index.folder(run, kind).items()}
 
     rollouts = folders("rollouts")
     same_key = [ref for ref, one in rollouts.items() if row.startswith(f"{one.run_key[:8]}-")]
-    asked = [ref for ref in same_key if has_row(ref, "rollout_id")]
+    asked = [ref for ref in same_key if _has_row(store, ref, "rollout_id", row)]
     if not asked:
         prompts = list(folders("prompts"))
-        having = map_in_threads(lambda ref: has_row(ref, "group_id"), prompts)
+        having = map_in_threads(lambda ref: _has_row(store, ref, "group_id", row), prompts)
         sources = {ref for ref, has in zip(prompts, having, strict=True) if has}
-        asked = [ref for ref, one in rollouts.items() if not sources.isdisjoint(one.sources)]
+        asked = [
+            ref
+            for ref, one in rollouts.items()
+            if one.stage != "subset" and not sources.isdisjoint(one.sources)
+        ]
     return sorted(asked, key=lambda ref: rollouts[ref].created)
+
+
+def _has_row(store: Store, ref: str, column: str, row: str) -> bool | None:
+    """Return whether a version has this id; None if its rows are gone or damaged."""
+    try:
+        ids = store.version(parse(ref)).table([column])[column]
+    except (LineageError, CorruptError):
+        return None
+    return pc.any(pc.equal(ids, row)).as_py()
 
 
 def _use_of(store: Store, policy: str, pattern: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ Not of the spine: read it when you write another kind of scorer.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, Protocol
 
 from pydantic import AfterValidator, Field
@@ -93,6 +93,8 @@ class Scorer(Protocol):
     """Its column."""
     seconds: float
     """Seconds of scoring so far, summed over processes."""
+    gpus: Sequence[int]
+    """Numbers of the GPUs that it has taken so far."""
 
     def require(self, columns: Iterable[str]) -> None:
         """Raise ConfigError unless everything that it needs is offered, or among the prompts'

@@ -146,24 +146,29 @@ class Shards:
         if self.earlier is not None:
             table = merged(self._shard(self.earlier, index), table)
         self._counted.add(index)
-        self._note_seconds()
+        self._note_scorers()
         self._writer.write(index, table)
         num_done = self._starts[index] + table.num_rows
         log.info("rewards: %d of %d rows", num_done, len(self._rollouts))
 
-    def _note_seconds(self) -> None:
-        self._writer.report_fields["scorers"] = {
-            scorer.name: scorer.seconds for scorer in self._scorers
-        }
+    def _note_scorers(self) -> None:
+        seconds = {scorer.name: scorer.seconds for scorer in self._scorers}
+        gpus = {gpu for scorer in self._scorers for gpu in scorer.gpus}
+        self._writer.report_fields |= {"scorers": seconds, "gpus": len(gpus)}
 
     def seconds(self) -> dict[str, float]:
         """Return seconds in each scorer, summed over its processes and the processes that share the
         work."""
-        self._note_seconds()
+        self._note_scorers()
         seconds: Counter[str] = Counter()
         for report in self._writer.reports():
             seconds.update(report.get("scorers", {}))
         return seconds
+
+    def most_gpus(self) -> int:
+        """Return the most GPUs that the scorers of a process took."""
+        self._note_scorers()
+        return max(report.get("gpus", 0) for report in self._writer.reports())
 
     def _too_many(self) -> RewardError:
         """Return the error for more failed rows than are allowed, with the first failure."""

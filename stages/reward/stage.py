@@ -126,6 +126,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         shards = Shards(plan, writer, scorers, allowance)
         table = shards.score()
         metrics, status = summary(table, shards.seconds())
+        gpus = shards.most_gpus()
     for name, function in metrics["functions"].items():
         # null in every row, and there are several rows
         if function["null"] == table.num_rows > 1:
@@ -135,7 +136,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         recovered = retried - table.column("reward").null_count
         metrics |= {"retried": retried, "recovered": recovered}
     ids = rollouts.table(["rollout_id"])["rollout_id"]
-    writer.finish(metrics=metrics, status=status, ids=ids)
+    metrics |= {"devices": gpus} if gpus else {}
+    device = "cuda" if gpus else "cpu"
+    writer.finish(metrics=metrics, status=status, device=device, ids=ids)
 
 
 @contextmanager

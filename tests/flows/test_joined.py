@@ -145,6 +145,62 @@ def test_means_by_an_own_column(levelled):
         levelled.groups("tags")
 
 
+def with_columns(folder: Path, own: pa.Array) -> Joined:
+    """Return 8 scored rollouts each of two prompts that have these columns of the user's."""
+    store = Store(folder / "store")
+    prompts = make_prompts(store, 2).table().drop_columns("columns")
+    asked = write_version(store, "prompts", "prompt", prompts.append_column("columns", own))
+    table = rollouts_table(16, 4, 4)
+    rollouts = write_version(store, "rollouts", "generate", table, {"prompts": asked})
+    return open_joined(store, make_rewards(store, rollouts).ref)
+
+
+def test_own_numbers_are_compared_exactly(tmp_path):
+    columns = {
+        "date": pa.array([20240101, 20240102]),
+        "id": pa.array([2**53, 2**53 + 1]),
+        "code": pa.array([2**63, None], pa.uint64()),
+        "double": pa.array([0.1, 0.1 + 1e-12]),
+        "single": pa.array([0.1, 0.2], pa.float32()),
+        "tokens": pa.array(["few", "many"]),
+    }
+    own = pa.StructArray.from_arrays([*columns.values()], [*columns])
+    joined = with_columns(tmp_path, own)
+    groups_of = {
+        "date = 20240101": {0},
+        "date < 20240102": {0},
+        "date > 20240101.5": {1},
+        "date = 2.0240102e7": {1},
+        "id = 9007199254740993": {1},
+        "id < 9007199254740993": {0},
+        "id > 1e30": set(),
+        "code > 9223372036854775807": {0},
+        "code < -1": set(),
+        "code != 3": {0, 1},
+        "double = 0.1": {0},
+        "single = 0.1": {0},
+        "single > 1e300": set(),
+        "tokens = 4": {0, 1},  # the rollouts' own
+    }
+    found = {where: joined.order(Selection(where=where)) // 8 for where in groups_of}
+    assert {where: set(groups) for where, groups in found.items()} == groups_of
+    assert len(joined.order(Selection(sort="id", descending=True))) == 16
+
+
+def test_an_own_column_may_have_a_name_of_the_table_of_means(tmp_path):
+    others = ["count", "mean", "std", "min", "max", "position"]
+    own = dict.fromkeys(["number", *others], 7)
+    joined = with_columns(tmp_path, pa.array([own, dict.fromkeys(own, 5)]))
+    means = joined.number("reward").reshape(2, 8).mean(1)
+    for name in own:
+        groups = joined.groups(name)
+        title = f"columns.{name}" if name in others else name
+        assert groups.column_names == [title, *others]
+        assert groups[title].to_pylist() == [7, 5] and groups["count"].to_pylist() == [8, 8]
+        assert groups["position"].to_pylist() == [0, 8]
+        np.testing.assert_allclose(groups["mean"], means, rtol=1e-12)
+
+
 def test_a_group_has_the_numbers_of_its_rollouts(shuffled):
     joined = open_joined(shuffled, "bench/rewards@1")
     groups = joined.groups()

@@ -5,6 +5,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import pyarrow.compute as pc
 import pytest
 
 from quiver.flows.cli import versions
@@ -13,6 +14,7 @@ from quiver.flows.look.lineage import descent, lineage, parents_of, trace_row
 from quiver.schemas.errors import CorruptError, LineageError
 from quiver.schemas.manifest import Input, ModelEntry
 from quiver.schemas.refs import Ref
+from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store, marks
 from quiver.stages.core.store.listing import EXPIRED
 from quiver.stages.core.store.retention import remove
@@ -290,6 +292,25 @@ def parents_of_none(store, policy) -> bool:
         entry for version in store.versions(kind="policy") for entry in version.manifest.inputs
     ]
     return not any(entry.role == "policy" and entry.ref == policy for entry in entries)
+
+
+def test_a_group_is_asked_only_in_sampled_rollouts_that_have_it(store):
+    """Not in a part that was drawn for an audit, nor in rollouts that left the prompt out."""
+    rollouts = store.open("bench/rollouts@1")
+    refs = {"rollouts": str(rollouts.ref)}
+    run_stage("subset", {"prompts": 2}, store, into="bench.audit", in_process=True, **refs)
+    asked = {"prompts": store.open("bench/prompts@1")}
+    table = rollouts.table()
+    few = table.filter(pc.equal(table["group_id"], "g1"))
+    write_version(store, "rollouts", "generate", few, asked)
+    for group, expected in (
+        ("g0", ["bench/rollouts@1"]),
+        ("g1", ["bench/rollouts@1", "bench/rollouts@2"]),
+    ):
+        for most in (None, len(expected)):
+            answer = trace_row(store, group, most)
+            assert [one["rollouts"] for one in answer["asked"]] == expected
+            assert answer["num_asked"] == len(expected)
 
 
 def test_a_row_that_was_asked_often_is_shown_of_the_newest(finished, capsys, monkeypatch):

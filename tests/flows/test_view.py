@@ -119,6 +119,8 @@ def test_means_by_a_column_are_a_table(store, capsys):
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split() == ["finish_reason", "count", "mean", "std", "min", "max"]
     assert sum(int(row.split()[1]) for row in rows) == 16
+    with pytest.raises(ConfigError, match="not a page"):
+        viewing.view("golden/rewards@1", by="end", web=True, store=store.url)
 
 
 # -- in a browser

@@ -9,12 +9,12 @@ Not of the spine: no output depends on it.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import resource
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -28,18 +28,20 @@ class Meter:
     def __init__(self) -> None:
         self._started_at = time.monotonic()
         self._processor_before = _processor_seconds()
+        if cuda := _cuda_in_use():
+            for device in range(cuda.device_count()):
+                cuda.reset_peak_memory_stats(device)
 
     def report(self, phases: Mapping[str, float]) -> dict[str, Any]:
         """Return the fields of a report: `seconds`, those of the phases and `total`; and `usage`,
         which is `processor_seconds`, `peak_memory` and, if torch used a device,
-        `peak_device_memory`."""
+        `peak_device_memory`. `peak_memory` is that of the life of the processes."""
         usage = {"processor_seconds": _processor_seconds() - self._processor_before}
         usage["peak_memory"] = max(
             *(resource.getrusage(who).ru_maxrss * 1024 for who in _WHO),
             *_of_each(lambda process: process.memory_info().rss),
         )
-        cuda = sys.modules.get("torch.cuda")
-        if getattr(cuda, "is_initialized", lambda: False)():
+        if cuda := _cuda_in_use():
             devices = range(cuda.device_count())
             usage["peak_device_memory"] = sum(map(cuda.max_memory_allocated, devices))
         total = time.monotonic() - self._started_at
@@ -73,16 +75,29 @@ def totals_of(reports: Sequence[Mapping[str, Any]], lease: Lease) -> dict[str, A
 _WHO = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
 
 
+def _cuda_in_use() -> ModuleType | None:
+    """Return `torch.cuda` if this process has initialized it."""
+    cuda = sys.modules.get("torch.cuda")
+    return cuda if getattr(cuda, "is_initialized", lambda: False)() else None
+
+
 def _processor_seconds() -> float:
     """Return the processor seconds until now of this process, of the processes below it that ended
-    and were waited for, and of living ones by `multiprocessing`, such as a resident engine's."""
+    and were waited for, and of living ones by `multiprocessing`, such as a resident engine's, with
+    those below them, such as its workers."""
     return sum(_of_each(lambda process: sum(process.cpu_times()[:4])))
 
 
 def _of_each(measured: Callable[[psutil.Process], float]) -> list[float]:
-    """Return what is measured of this process and of the living ones by `multiprocessing`."""
-    amounts = []
-    for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
+    """Return what is measured of this process and of the living ones by `multiprocessing`, with
+    those below them."""
+    processes = [psutil.Process()]
+    for child in multiprocessing.active_children():
         with suppress(psutil.Error):  # it has ended
-            amounts.append(measured(psutil.Process(pid)))
+            process = psutil.Process(child.pid)
+            processes += [process, *process.children(recursive=True)]
+    amounts = []
+    for process in processes:
+        with suppress(psutil.Error):
+            amounts.append(measured(process))
     return amounts

@@ -68,7 +68,8 @@ class Forward:
             dtype = "bfloat16" if cuda else "float32"
         model = _load(folder, bool(targets), getattr(torch, dtype))
         with placing:
-            self.device = torch.device("cuda", *next_gpus(1)) if cuda else torch.device("cpu")
+            self.gpus = next_gpus(1) if cuda else []
+            self.device = torch.device("cuda", *self.gpus) if cuda else torch.device("cpu")
             self.model = model.to(self.device)
         self.targets = list(targets)
         self.shaping = Shaping.of(self.model.config)

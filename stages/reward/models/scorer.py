@@ -21,7 +21,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,11 @@ class ModelScorer:
         from .forward import Forward
 
         return Forward(folder, config, self._targets)
+
+    @property
+    def gpus(self) -> Sequence[int]:
+        """Numbers of the GPUs that the loaded model takes."""
+        return getattr(self.__dict__.get("_engine"), "gpus", ())
 
     def require(self, columns: Iterable[str]) -> None:
         """Raise ConfigError unless tokenizer and template can be used. It needs none of the

@@ -69,9 +69,9 @@ class Pooling:
         with self._fatal("could not start"), placing, ExitStack() as stack:
             from vllm import LLM, PoolingParams
 
-            gpus = [] if build.cpu else next_gpus(engine_gpus(config.engine_args))
-            if gpus:
-                stack.enter_context(seeing_only(gpus))
+            self.gpus = [] if build.cpu else next_gpus(engine_gpus(config.engine_args))
+            if self.gpus:
+                stack.enter_context(seeing_only(self.gpus))
             self._llm = LLM(str(folder), **{**arguments, **config.engine_args})
             self._raw = PoolingParams(use_activation=False)
 

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 class FunctionScorer(Function):
     """A reward function. The user's code is imported and called only in the pool's processes."""
 
+    gpus = ()
+
     def __init__(
         self,
         config: FunctionConfig,

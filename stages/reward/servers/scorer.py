@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 class ServerScorer:
     """Scores batches on a server. `score` is called from one thread at a time, `close` from any."""
 
+    gpus = ()
+
     def __init__(
         self,
         config: ServerConfig,

@@ -54,6 +54,15 @@ def test_a_models_part_is_its_value_and_the_manifest_names_it(score_with, rollou
     assert version.manifest.metrics["functions"]["rm"]["seconds"] > 0
 
 
+def test_the_gpus_of_its_models_are_noted(score_with, tmp_path, monkeypatch):
+    folder = make_model(tmp_path / "rm")
+    on_cpu = score_with(folder).manifest
+    assert on_cpu.environment["device"] == "cpu" and "devices" not in on_cpu.metrics
+    monkeypatch.setattr(ModelScorer, "gpus", [0, 3])  # there may be no GPU here
+    noted = score_with(folder, weight=0.25).manifest
+    assert noted.environment["device"] == "cuda" and noted.metrics["devices"] == 2
+
+
 def test_another_model_scores_anew_and_the_same_one_elsewhere_does_not(score_with, tmp_path):
     first = score_with(make_model(tmp_path / "rm"))
     moved = score_with(make_model(tmp_path / "moved"), token_budget=7)

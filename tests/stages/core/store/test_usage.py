@@ -1,9 +1,11 @@
 """What a version's manifest says its making used."""
 
+import multiprocessing
 import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from tests.stages.core.store.test_store import Settings, table, work_on
@@ -29,6 +31,39 @@ def test_processor_seconds_are_those_of_the_process_and_its_children(store):
     idle = made(store)
     assert made(store, work, seed=1)["processor_seconds"] >= 0.45
     assert 0 <= idle["processor_seconds"] < 0.45
+
+
+def test_processes_below_a_living_engine_count_too(store, tmp_path):
+    """An engine's workers are its children, and live on when a version is committed."""
+    done = tmp_path / "done"
+    burn = f"{BURN.format(1.0)}\nopen({str(done)!r}, 'w')\ntime.sleep(600)"
+    context = multiprocessing.get_context("spawn")
+    command = [sys.executable, "-c", burn]
+    engine = context.Process(target=subprocess.run, args=(command,))
+
+    def work():
+        engine.start()
+        while not done.exists():
+            time.sleep(0.05)
+
+    try:
+        used = made(store, work)["processor_seconds"]
+        of_engine = sum(psutil.Process(engine.pid).cpu_times()[:2])
+    finally:
+        for process in psutil.Process(engine.pid).children():
+            process.kill()
+        engine.join()
+    assert used >= of_engine + 0.9
+
+
+@pytest.mark.gpu
+def test_device_memory_of_earlier_work_does_not_count(store):
+    import torch
+
+    torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    assert made(store)["peak_device_memory"] < 2**30
+    after = made(store, lambda: torch.empty(2**30, dtype=torch.uint8, device="cuda"), seed=1)
+    assert after["peak_device_memory"] >= 2**30
 
 
 def test_memory_is_the_largest_that_a_process_held(store):
