@@ -73,7 +73,7 @@ class Options:
     pairs: Literal["best-worst", "all"] = "best-worst"
     """The pairs of a prompt's answers."""
     cut: Literal["keep", "leave-out"] = "keep"
-    """What to do with answers that never had an end token."""
+    """What to do with answers whose last turn the token limit cut."""
     ids: bool = False
     """Write the exact token ids beside the texts."""
     where: str = ""
@@ -167,7 +167,8 @@ class _Exporter:
         if name in PAIRED:
             positions = self._pairs(positions)
         elif name == "kto":
-            positions = positions[self._are_apart(np.abs(self._gains[positions]))]
+            gains = np.abs(self._gains[positions])
+            positions = positions[self._are_apart(gains, self._scores[positions])]
         elif name == "verl":
             _, first = np.unique(self._groups[positions], return_index=True)
             positions = positions[first]
@@ -236,7 +237,7 @@ class _Exporter:
                 worse, better = every_pair(len(answers))
             pairs.append(np.stack([answers[better], answers[worse]]))
         better, worse = np.concatenate(pairs, axis=1)
-        is_apart = self._are_apart(scores[better] - scores[worse])
+        is_apart = self._are_apart(scores[better] - scores[worse], scores[better])
         return positions[np.stack([better, worse])[:, is_apart]]
 
     @cached_property
@@ -245,9 +246,10 @@ class _Exporter:
         means = np.array(self.joined.groups()["mean"], float)[self._groups]
         return np.where(np.isclose(self._scores, means), 0, self._scores - means)
 
-    def _are_apart(self, gaps: np.ndarray) -> np.ndarray:
+    def _are_apart(self, gaps: np.ndarray, scores: np.ndarray) -> np.ndarray:
         """Return which gaps are large enough, and count the others."""
-        is_large = (gaps > 0) & (gaps >= self.options.min_gap)
+        rounding = 1e-6 * np.maximum(1, np.abs(scores))  # scores were rounded to float32
+        is_large = (gaps > 0) & (gaps >= self.options.min_gap - rounding)
         self.exported.left_out["without a difference"] += int((~is_large).sum())
         return is_large
 
@@ -330,6 +332,7 @@ class _Exporter:
             columns["reward"] = pc.if_else(is_failed, None, rows["reward"])
         if self.has_turns:
             turns = rows["turns"].combine_chunks()
+            columns["paid"] = lists_like(turns, pc.struct_field(turns.flatten(), "reward"))
             numbers = np.full(len(turns.flatten()), np.nan, np.float32)
             if "turn_rewards" in columns:
                 is_scored = np.array(columns["reward"].is_valid())
@@ -354,8 +357,8 @@ class _Exporter:
                 )
             text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
             question = {
-                "data_source": fields["columns"].get("data_source", self.rollouts.ref.run),
-                "ability": fields["columns"].get("ability", ""),
+                "data_source": str(fields["columns"].get("data_source") or self.rollouts.ref.run),
+                "ability": str(fields["columns"].get("ability") or ""),
                 "reward_model": {"style": "rule", "ground_truth": text},
                 "extra_info": {"index": row["group_id"]},
             }

@@ -15,10 +15,15 @@ import pyarrow.compute as pc
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 """Encodes any other cell; a date becomes its text."""
+_MOST_BYTES = 2**26
+"""Bytes of the rows that become text together: the text of a column must stay below 2 GiB."""
 
 
 def to_lines(table: pa.Table) -> bytes:
     """Return a table as one JSON object per row, in UTF-8."""
+    if table.nbytes > _MOST_BYTES and len(table) > 1:
+        half = len(table) // 2
+        return to_lines(table.slice(0, half)) + to_lines(table.slice(half))
     rows = table.combine_chunks().to_struct_array()
     texts = [text for chunk in rows.chunks for text in json_texts(chunk).to_pylist()]
     return "".join(f"{text}\n" for text in texts).encode()

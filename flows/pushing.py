@@ -4,12 +4,16 @@
     push(store, "arith/rollouts@5", "hf://datasets/me/arith")       # a dataset
 
 The version's own files are uploaded, checked, without optimizer state and manifest: a manifest may
-name hosts and folders. The licence is left to the user.
+name hosts and folders. Files of an earlier push that end alike are deleted, since a loader would
+read both. The licence is left to the user.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from quiver.flows.look.shards import schema_of
@@ -20,9 +24,11 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.versions import OPTIMIZER_FOLDER
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 _OF_DATASETS = "datasets/"
+_FOLDERS = re.compile(r'(?:^|(?<="))[/~][^"]*/')
+"""Folders before a file, in a path or in JSON."""
 
 
 def push(store: Store, ref: str, url: str, *, public: bool = False) -> str:
@@ -37,7 +43,7 @@ def push(store: Store, ref: str, url: str, *, public: bool = False) -> str:
     if scheme != "hf" or name.startswith(_OF_DATASETS) == is_policy:
         problem = f"a version of {version.ref.kind} is pushed to {expected}"
         raise ConfigError(f"url {printable(url)}", problem, next="correct the url")
-    operations = prepare(version)
+    additions = prepare(version)
     api = HfApi()
     repo = {
         "repo_id": name.removeprefix(_OF_DATASETS),
@@ -45,6 +51,7 @@ def push(store: Store, ref: str, url: str, *, public: bool = False) -> str:
     }
     try:
         api.create_repo(**repo, private=not public, exist_ok=True)
+        operations = [*additions, *deletions(additions, api.list_repo_files(**repo))]
         api.create_commit(**repo, operations=operations, commit_message=str(version.ref))
     except (HTTPError, OSError, ValueError) as error:
         raise RemoteError(
@@ -70,6 +77,21 @@ def prepare(version: Version) -> list[CommitOperationAdd]:
     return [CommitOperationAdd("README.md", card(version).encode()), *operations]
 
 
+def deletions(
+    additions: Iterable[CommitOperationAdd], present: Iterable[str]
+) -> list[CommitOperationDelete]:
+    """Return the deletions of files in `present` that end like an added one, but are not added."""
+    from huggingface_hub import CommitOperationDelete
+
+    names = {addition.path_in_repo for addition in additions}
+    endings = {PurePath(name).suffix for name in names} - {".md"}
+    return [
+        CommitOperationDelete(name)
+        for name in present
+        if name not in names and PurePath(name).suffix in endings
+    ]
+
+
 def card(version: Version) -> str:
     """Return the card: front matter, lineage with hashes, settings, columns."""
     manifest = version.manifest
@@ -86,14 +108,15 @@ def card(version: Version) -> str:
     for entry in manifest.inputs:
         lines.append(f"| {printable(entry.role)} | {entry.ref} | {entry.content_hash} |")
     for model in manifest.models:
+        name = _FOLDERS.sub("", model.ref)
         for part in ("weights", "tokenizer", "template"):
             if getattr(model, part):
                 role = f"{printable(model.role)}, {part}"
-                lines.append(f"| {role} | {printable(model.ref)} | {getattr(model, part)} |")
-    # the run key's settings: they name no folder and no host that only ran the work
+                lines.append(f"| {role} | {printable(name)} | {getattr(model, part)} |")
+    # the run key's settings: they name no host that only ran the work
     config = parse(load_stage(manifest.stage).Config, manifest.config, str(version.ref))
     settings = json.dumps(config.key(), indent=2, ensure_ascii=False)
-    lines += ["", "## Settings", "```json", settings, "```"]
+    lines += ["", "## Settings", "```json", _FOLDERS.sub("", settings), "```"]
     if version.ref.kind != "policy":
         lines += ["", "## Columns", "| column | type |", "|---|---|"]
         lines += [f"| {column.name} | {column.type} |" for column in schema_of(version)]

@@ -32,7 +32,7 @@ def export(
         Literal["best-worst", "all"], typer.Option(help="pairs of the answers to a prompt")
     ] = "best-worst",
     cut: Annotated[
-        Literal["keep", "leave-out"], typer.Option(help="answers that never had an end token")
+        Literal["keep", "leave-out"], typer.Option(help="answers that the token limit cut")
     ] = "keep",
     where: Annotated[str, typer.Option(help="only these rows, e.g. 'reward > 0.5'")] = "",
     ids: Annotated[bool, typer.Option("--ids", help="write the exact token ids too")] = False,
@@ -44,16 +44,17 @@ def export(
     from quiver.flows.exporting import Options
     from quiver.flows.exporting import export as write
 
+    is_parquet = parquet or out.suffix == ".parquet"
     unused = {
         "--min-gap": min_gap and format not in (*_FOR_PAIRS, "kto"),
         "--pairs": pairs == "all" and format not in _FOR_PAIRS,
         "--ids": ids and format in ("trajectories", "verl"),
+        "Parquet": is_parquet and format == "trajectories",
         "--cut": cut != "keep" and format in ("trajectories", "verl"),
     }
     for name, is_unused in unused.items():
         if is_unused:
             raise ConfigError(name, f"has no use for --as {format}", next="leave it out")
-    is_parquet = parquet or out.suffix == ".parquet"
     opened = open_store(store)
     done = write(
         opened, ref, out, Options(format, min_gap, pairs, cut, ids, where, parquet=is_parquet)

@@ -102,10 +102,15 @@ class Shards:
         table = self._whole
         if np.array_equal(places, np.arange(len(table))):
             return table
-        # on many chunks, `take` would copy the whole table: cut out the stretch with the rows
-        first = int(places.min(where=places >= 0, initial=len(table)))
-        stretch = table.slice(first, int(places.max(initial=first)) - first + 1).combine_chunks()
-        return stretch.take(pa.array(places - first, mask=places < 0))
+        # on many chunks, `take` would copy the whole table: take from the shards one by one
+        needed = np.unique(places[places >= 0])
+        parts = [table.slice(0, 0)]
+        shard_ends = np.searchsorted(needed, self._ends)
+        for mine in filter(len, np.split(needed, shard_ends)):
+            stretch = table.slice(mine[0], mine[-1] - mine[0] + 1).combine_chunks()
+            parts.append(stretch.take(mine - mine[0]))
+        taken = pa.concat_tables(parts).combine_chunks()
+        return taken.take(pa.array(np.searchsorted(needed, places), mask=places < 0))
 
     @cached_property
     def _whole(self) -> pa.Table:

@@ -247,7 +247,7 @@ def _turns_of(line: Trajectory, texts: Texts, end_ids: set[int]) -> list[dict[st
                 "tool_calls": calls,
                 "parse_error": None,
                 "observation": observation,
-                "reward": turn.reward,
+                "reward": turn.reward if line.paid is None else line.paid[number - 1],
                 "info": None,
                 "seconds": 0.0,
             }

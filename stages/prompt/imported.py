@@ -1,7 +1,8 @@
 """imported_prompts: take the prompts in another system's trajectories, one for each group.
 
 The ids are the lines' own. `messages`, `tools` and `columns` are kept if lines have them, so that
-`reward` can score the rollouts that the stage `imported` makes from the same file.
+`reward` can score the rollouts that the stage `imported` makes from the same file. The policy's
+chat template says how an answer to `messages` begins.
 
     config = Config(source="trajectories.jsonl")
     ref = run_stage("imported_prompts", config, store, policy="arith/policy@0")
@@ -11,11 +12,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import closing, suppress
 from typing import Any
 
 import pyarrow as pa
 
 from quiver.schemas import prompts
+from quiver.schemas.errors import ConfigError
 from quiver.schemas.fields import required
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store
@@ -27,6 +30,7 @@ from quiver.stages.turns.trajectories import Source as Config
 from quiver.stages.turns.trajectories import Trajectory
 
 from .columns import to_table
+from .config import Config as PromptConfig
 
 STAGE_VERSION = 1
 
@@ -50,12 +54,15 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Write the prompt of each group's first line. Raises ConfigError."""
+    from .rows import Renderer
+
     source = plan.config.source
     lines, _ = trajectories.read(source, plan.config.source_sha256)
     first: dict[str, tuple[str, Trajectory]] = {}
     for place, line in lines.items():
         first.setdefault(line.group, (place, line))
-    tokenizer = checkpoints.load_tokenizer(plan.store.open(plan.models[0].ref)).backend_tokenizer
+    policy = plan.store.open(plan.models[0].ref)
+    tokenizer = checkpoints.load_tokenizer(policy).backend_tokenizer
     rows: list[dict[str, Any]] = []
     for group, (_, line) in first.items():
         row = {
@@ -74,4 +81,10 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     made = pa.Table.from_pylist(rows, prompts.BEYOND_TEXT.remove(index))
     writer = writers["prompts"]
     writer.write_table(made.add_column(index, required("columns", columns.type), columns))
-    writer.finish(status={"kept": len(rows)})
+    metrics = {}
+    if made["messages"].null_count < len(made):
+        chats = PromptConfig(source=source, messages="messages")
+        # a policy without a template cannot say how an answer begins
+        with suppress(ConfigError), closing(Renderer(chats, policy, None)) as renderer:
+            metrics = renderer.of_assistant(made["messages"])
+    writer.finish(metrics=metrics, status={"kept": len(rows)})

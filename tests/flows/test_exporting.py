@@ -11,6 +11,7 @@ import pytest
 import torch
 from datasets import load_dataset
 
+from quiver.flows import exporting, json_lines
 from quiver.flows.cli import episodes as commands
 from quiver.flows.exporting import Options, export
 from quiver.flows.json_lines import to_lines
@@ -23,6 +24,7 @@ from tests import episodes, exported
 from tests.flows.conftest import quiver
 from tests.stages.optimize import world
 from tests.tiny import EOS, make_policy, tokenizer
+from tests.writing import run_here
 
 ASSISTANT = {name: [{"role": "assistant", "content": name}] for name in ("12", "no", "3", "four", "it is 3")}  # fmt: skip
 
@@ -76,6 +78,13 @@ def test_every_pair_with_a_gap(made, tmp_path):
     texts = [(row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in rows]
     expected = {("12", "twelve"), ("12", "no"), ("twelve", "no"), ("it is 3", "3"), ("it is 3", "four")}  # fmt: skip
     assert set(texts) == expected and len(texts) == 5
+
+
+def test_a_gap_of_rounded_scores_is_as_large_as_it_says(made, tmp_path):
+    """As float32, 1 − 0.2 is less than 0.8."""
+    rows = written(made, tmp_path, "dpo", pairs="all", min_gap=0.8)
+    texts = [(row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in rows]
+    assert texts == [("12", "no"), ("it is 3", "four"), ("it is 3", "3")]
 
 
 def test_labels_say_if_an_answer_is_above_the_mean_of_its_prompt(made, tmp_path):
@@ -193,6 +202,29 @@ def test_verls_prompts_have_what_its_dataset_reads(made, tmp_path):
     assert rows[0]["data_source"] == "tiny" and rows[0]["extra_info"] == {"index": "q0"}
 
 
+def test_verl_gets_the_run_for_a_missing_data_source(tmp_path, monkeypatch):
+    """Each row is a batch by itself, and all have the types of one Parquet file."""
+    monkeypatch.setattr(exporting, "_ROWS_AT_ONCE", 1)
+    store = Store(tmp_path / "store")
+    policy = make_policy(store)
+    lines = [
+        {
+            "prompt_ids": [5, 6 + number],
+            "completion_ids": [7],
+            "logprobs": [-0.5],
+            "messages": [{"role": "user", "content": "?"}],
+            "columns": {"answer": "7", "data_source": source},
+        }
+        for number, source in enumerate([None, "gsm8k"])
+    ]
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    commands.import_(path, str(policy.ref), store=str(store.url))
+    verl = tmp_path / "verl.parquet"
+    export(store, "tiny/rollouts@1", verl, Options("verl", parquet=True))
+    assert pq.read_table(verl)["data_source"].to_pylist() == ["tiny", "gsm8k"]
+
+
 def test_parquet_has_the_rows_of_the_lines(made, tmp_path):
     store, versions = made
     lines = written(made, tmp_path, "kto", ids=True)
@@ -249,6 +281,49 @@ def one_reward(row: dict) -> list[float]:
     return [sum(id % 2 == 0 for id in row["completion_ids"]) / len(row["completion_ids"])]
 
 
+def test_what_the_environment_paid_comes_back(tmp_path):
+    """It is another number than the rewards that are made of it, and there if nothing is scored."""
+    store = Store(tmp_path / "store")
+    policy = make_policy(store)
+    paid = [[0.25, None, 1.0], [None, None], [0.5, 2.0]]
+    rows = [
+        episodes.row(f"q-{index}", [episodes.turn(1, reward=reward) for reward in rewards])
+        for index, rewards in enumerate(paid)
+    ]
+    rollouts = episodes.write(store, policy, rows, prompts=world.write_prompts(store, rows))
+    half = {"functions": [{"use": "environment", "weight": 0.5}, {"use": "length", "arguments": {"target": 1}}]}  # fmt: skip
+    whole = {"functions": half["functions"][1:]}
+    for run, config in {"bare": None, "of-turns": half, "of-rollouts": whole}.items():
+        ref = rollouts.ref
+        if config:
+            ref = run_here("reward", config, store, rollouts=rollouts.ref)
+        path = tmp_path / f"{run}.jsonl"
+        export(store, str(ref), path, Options("trajectories"))
+        commands.import_(path, str(policy.ref), into=run, store=str(store.url))
+        back = store.open(f"{run}/rollouts@1")
+        turns = back.table()["turns"].to_pylist()
+        assert [[turn["reward"] for turn in row] for row in turns] == paid
+        assert bool(store.summaries(run, "rewards")) == bool(config)
+        if config:
+            again = store.open(run_here("reward", config, store, rollouts=back.ref))
+            for version in (store.open(f"{run}/rewards@1"), again):
+                for name in {"reward", "turn_rewards"} & {*store.open(ref).table().column_names}:
+                    assert version.table()[name].equals(store.open(ref).table()[name])
+
+
+def test_imported_chats_are_exported_as_chats(made, tmp_path):
+    """Of single answers, and of episodes."""
+    store = Store(tmp_path / "store")
+    calls = with_tools(store, tmp_path)
+    for index, (opened, ref) in enumerate([(made[0], made[1].rewards.ref), (store, calls.rollouts.ref)]):  # fmt: skip
+        lines, ours, theirs = (tmp_path / f"{name}{index}.jsonl" for name in ("a", "b", "c"))
+        export(opened, str(ref), lines, Options("trajectories"))
+        export(opened, str(ref), ours, Options("sft"))
+        commands.import_(lines, str(calls.policy.ref), into=f"back{index}", store=str(store.url))
+        export(store, f"back{index}/rollouts@1", theirs, Options("sft"))
+        assert rows_of(theirs) == rows_of(ours)
+
+
 def test_imported_prompts_keep_chat_and_columns(made, tmp_path):
     store, versions = made
     path = tmp_path / "all.jsonl"
@@ -274,6 +349,7 @@ def test_imported_prompts_keep_chat_and_columns(made, tmp_path):
         (["--as", "sft", "--min-gap", "0.5"], "--min-gap"),
         (["--as", "kto", "--pairs", "all"], "--pairs"),
         (["--as", "verl", "--ids"], "--ids"),
+        (["--as", "trajectories", "--parquet"], "Parquet"),
         (["--as", "dpo", "--min-gap", "2"], "3 without a difference"),
     ],
 )
@@ -301,7 +377,9 @@ def test_episodes_without_messages_are_trajectories_only(tmp_path):
         export(store, str(rollouts.ref), tmp_path / "sft.jsonl", Options("sft"))
 
 
-def test_json_lines_are_what_python_would_write():
+@pytest.mark.parametrize("most_bytes", [1, 2**26])
+def test_json_lines_are_what_python_would_write(monkeypatch, most_bytes):
+    monkeypatch.setattr(json_lines, "_MOST_BYTES", most_bytes)
     rows = [
         {"ids": [1, 2], "logprobs": [-0.5, -1e-12], "text": 'a "b"\n\u2028ü', "turns": [{"n": 1, "reward": None}], "flag": True, "own": {"a": [1, {"b": None}]}},
         {"ids": [], "logprobs": [], "text": None, "turns": [], "flag": False, "own": 7},

@@ -225,6 +225,25 @@ def test_only_the_shards_that_are_needed_are_read(shuffled, tmp_path):
         rows.column("rollout_id")
 
 
+def test_rows_far_apart_are_taken_without_what_lies_between(shuffled):
+    version = shuffled.open("bench/rollouts@1")
+    rows = Shards(version)
+    whole = version.table()
+    places = np.array([599, 0, -1, 300, 0, 256])
+    pool = pa.proxy_memory_pool(pa.default_memory_pool())
+    usual = pa.default_memory_pool()
+    rows.take(places[:1])  # maps the files
+    pa.set_memory_pool(pool)
+    try:
+        taken = rows.take(places).to_pylist()  # no buffer outlives the pool
+    finally:
+        pa.set_memory_pool(usual)
+    assert pool.max_memory() < whole.nbytes / 2
+    expected = [{} if place < 0 else whole.slice(place, 1).to_pylist()[0] for place in places]
+    nulls = dict.fromkeys(whole.column_names)
+    assert taken == [row or nulls for row in expected]
+
+
 def test_a_policy_shows_what_it_learned_from(golden):
     joined = open_joined(golden, "golden/policy@1")
     kinds = ("rollouts@1", "prompts@1", "rewards@5", "advantages@1", "logprobs@2", "logprobs@1")

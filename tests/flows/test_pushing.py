@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 
 import pytest
 import yaml
 
-from quiver.flows.pushing import prepare, push
+from quiver.flows.pushing import card, deletions, prepare, push
 from quiver.schemas.errors import ConfigError, RemoteError
 from quiver.stages.core.store import Store
 from quiver.stages.model.checkpoints import model_entry
@@ -43,6 +44,35 @@ def test_a_policy_is_a_folder_of_transformers_without_the_manifest(made):
     names = {operation.path_in_repo for operation in prepare(versions.policy)}
     assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= names
     assert "manifest.json" not in names
+
+
+def test_files_of_an_earlier_push_that_end_alike_are_deleted(made):
+    """A loader would read both; what a user added stays."""
+    _, versions = made
+    additions = prepare(versions.rollouts)
+    name = versions.rollouts.manifest.files[0].name
+    present = [".gitattributes", "LICENSE", "README.md", "plot.png", name, "part-00000-0a1b2c3d.arrow"]  # fmt: skip
+    deleted = [operation.path_in_repo for operation in deletions(additions, present)]
+    assert deleted == ["part-00000-0a1b2c3d.arrow"]
+    weights = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "model.safetensors"]  # fmt: skip
+    deleted = [operation.path_in_repo for operation in deletions(prepare(versions.policy), weights)]
+    assert deleted == weights[:2]
+
+
+def test_a_card_names_no_folder(made):
+    """Neither of a model outside the store, nor in a setting."""
+    _, versions = made
+    version = copy.copy(versions.prompts)
+    manifest = version.manifest
+    model = manifest.models[0]
+    models = [model.model_copy(update={"ref": ref}) for ref in ("/home/me/judge", "them/judge")]
+    settings = {**manifest.config, "template_arguments": {"of": ["/home/me/a b/day", "a/b"]}}
+    version.manifest = manifest.model_copy(update={"models": (*models,), "config": settings})
+    text = card(version)
+    assert f"| policy, tokenizer | judge | {model.tokenizer} |" in text
+    assert f"| policy, tokenizer | them/judge | {model.tokenizer} |" in text
+    read = json.loads(re.search(r"```json\n(.*?)\n```", text, re.DOTALL)[1])
+    assert read["template_arguments"] == {"of": ["day", "a/b"]}
 
 
 @pytest.mark.parametrize("url", ["hf://me/repo", "s3://datasets/me/repo", "me/repo"])
