@@ -342,8 +342,7 @@ class Trainer(SavedState):
                     for pieces in self._microbatches(rows, sequences)
                     if sum(len(piece.rows) for piece in pieces) > 1
                 ]
-                is_last = not divisible or self.accelerator.num_processes > 1
-                if is_last or not says_no_memory(error):
+                if not divisible or self.accelerator.num_processes > 1 or not says_no_memory(error):
                     raise
             # only here, after the error and its frames, are the tensors of the pass free
             torch.cuda.empty_cache()

@@ -165,10 +165,11 @@ class Shards:
             seconds.update(report.get("scorers", {}))
         return seconds
 
-    def most_gpus(self) -> int:
-        """Return the most GPUs that the scorers of a process took."""
+    def devices(self) -> dict[str, int]:
+        """Return {"devices": n} if the scorers of a process took at most n GPUs; {} if none did."""
         self._note_scorers()
-        return max(report.get("gpus", 0) for report in self._writer.reports())
+        most = max(report.get("gpus", 0) for report in self._writer.reports())
+        return {"devices": most} if most else {}
 
     def _too_many(self) -> RewardError:
         """Return the error for more failed rows than are allowed, with the first failure."""

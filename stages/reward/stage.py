@@ -126,7 +126,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         shards = Shards(plan, writer, scorers, allowance)
         table = shards.score()
         metrics, status = summary(table, shards.seconds())
-        gpus = shards.most_gpus()
+        metrics |= shards.devices()
     for name, function in metrics["functions"].items():
         # null in every row, and there are several rows
         if function["null"] == table.num_rows > 1:
@@ -135,9 +135,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         retried = shards.earlier.column("reward").null_count
         recovered = retried - table.column("reward").null_count
         metrics |= {"retried": retried, "recovered": recovered}
+    device = "cuda" if "devices" in metrics else "cpu"
     ids = rollouts.table(["rollout_id"])["rollout_id"]
-    metrics |= {"devices": gpus} if gpus else {}
-    device = "cuda" if gpus else "cpu"
     writer.finish(metrics=metrics, status=status, device=device, ids=ids)
 
 

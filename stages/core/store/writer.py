@@ -406,10 +406,10 @@ class Writer:
                 for path in [path for path in self.folder.rglob("*") if path.is_file()]:
                     if path.relative_to(self.folder).as_posix() not in self._put:
                         self.file_done(path)
-                checks = {name: put.result() for name, put in sorted(self._put.items())}
                 self._entries = tuple(
                     FileEntry(name=name, bytes=size, sha256=sha256)
-                    for name, (size, sha256) in checks.items()
+                    for name, put in sorted(self._put.items())
+                    for size, sha256 in [put.result()]
                 )
                 return
             indices = self.noted()
