@@ -8,7 +8,7 @@ It is compared with the good one by the paired test of `quiver compare`. If it i
 counts as good. So a decline that is smaller than the test can see is found too late, and the answer
 says if the policy before the first worse one is told apart from it.
 
-Refused: a bad policy that does not descend from the good one, or is not told apart from it.
+A bad policy is refused if it does not descend from the good one, or is not told apart from it.
 """
 
 from __future__ import annotations

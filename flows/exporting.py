@@ -42,7 +42,7 @@ PAIRED = ("dpo", "reward")
 """Formats of pairs."""
 _ROWS_AT_ONCE = 512
 _MOST_TOKENISED = 1000
-"""Answers whose text is tokenised again, to count those that become other ids."""
+"""Answers whose text is tokenised again, to count how many become other ids."""
 _OF_LINES = (
     "group_id",
     "prompt_ids",
@@ -100,7 +100,7 @@ class Exported:
 def export(store: Store, ref: str, path: Path, options: Options) -> Exported:
     """Write the rollouts behind `ref` to a new file. Raises ConfigError or LineageError."""
     if path.exists() or not path.absolute().parent.is_dir():
-        problem = "is there already" if path.exists() else "would lie in a folder that is not there"
+        problem = "exists already" if path.exists() else "is in a folder that does not exist"
         raise ConfigError(f"file {printable(path)}", problem, next="name a new file in --out")
     exporter = _Exporter(store, ref, options)
     exported = exporter.exported

@@ -216,8 +216,8 @@ class _Running:
             entry["estimate"] = {name: answer[name] for name in names}
 
     def measure(self, part: str, cells: Sequence[Cell], judge: Recipe, baseline: str) -> None:
-        """Measure the cells' policies by `judge`, against the evaluation `baseline`; of those that
-        were estimated only the ones that may be the best."""
+        """Measure the cells' policies by `judge`, against the evaluation `baseline`. A policy whose
+        estimate says that it cannot be the best is left out."""
         before = {number: entry.get("evaluation") for number, entry in self._before[part].items()}
         hopeless = _hopeless(self._trained(part))
         for cell in cells:
@@ -227,8 +227,9 @@ class _Running:
                     entry["evaluation"] = evaluation.ref
                     score = evaluation.metrics["score"]
                     log.info("%s: %s, score %.4f", cell.name, entry["policy"], score)
-                if part == "cells" and entry.get("evaluation") != before.get(str(cell.number)):
-                    self.record["then"] = {}  # it continues other policies
+            if part == "cells" and entry.get("evaluation") != before.get(str(cell.number)):
+                self.record["then"] = {}  # it continues other policies
+                self._save()
 
     def _trained(self, part: str) -> list[dict[str, Any]]:
         return [entry for entry in self.record[part].values() if "policy" in entry]
@@ -242,6 +243,9 @@ class _Running:
         except QuiverError as error:
             entry["error"] = error.to_dict()
             log.warning("%s: %s %s: %s", cell.name, error.code, error.object, error.message)
+        self._save()
+
+    def _save(self) -> None:
         self.store.storage.put(self._key, with_checksum(self.record))
 
 

@@ -271,7 +271,7 @@ class Joined:
 
     @cached_property
     def _own_numbers(self) -> dict[str, Callable[[], np.ndarray]]:
-        """Functions that read the numbers among `own_columns`, as those of `numbers`, by name."""
+        """Functions that read the numbers among `own_columns`, by name, as in `numbers`."""
         to_double = pc.CastOptions.unsafe(pa.float64())  # large integers are rounded
         return {
             name: cache(lambda name=name: self.values(name).cast(options=to_double).to_numpy())

@@ -212,7 +212,8 @@ def _is_in_hub_cache(link: Path, folder: Path) -> bool:
 def says_no_memory(error: BaseException) -> bool:
     """True if a library's error means out of memory; torch on a CPU, CUDA's own calls, cuBLAS and
     Triton raise a plain RuntimeError or the like."""
-    phrases = ("not enough memory", "t allocate memory", "out of memory", "ALLOC_FAILED")
+    phrases = ("not enough memory", "out of memory", "ALLOC_FAILED")
+    phrases += ("can't allocate memory", "Cannot allocate memory")
     names = {parent.__name__ for parent in type(error).__mro__}
     is_known = bool({"MemoryError", "OutOfMemoryError"} & names)
     return is_known or any(phrase in str(error) for phrase in phrases)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -60,17 +61,8 @@ def write_run(store: Store, length: int, run: str = "long") -> None:
     _measure(store, run, policy, 1)
     for number in range(1, length + 1):
         ref = f"{run}/{{}}@{number}".format
-        asked = write(store, ref("prompts"), "prompt", models=[("policy", policy)])
-        sampled = write(
-            store,
-            ref("rollouts"),
-            "generate",
-            [("prompts", asked)],
-            [("policy", policy)],
-            metrics={"tokens": 100},
-            usage={"processor_seconds": 70.0, "peak_memory": 1000 + number},
-        )
-        paid = write(store, ref("rewards"), "reward", [("rollouts", sampled)])
+        usage = {"processor_seconds": 70.0, "peak_memory": 1000 + number}
+        sampled, paid = _sample(store, ref, policy, tokens=100, usage=usage)
         learned = [("policy", policy), ("rollouts", sampled), ("rewards", paid)]
         beside = {kind: ref(kind) for kind in ("advantages", "updates")}
         for made in beside.values():
@@ -93,18 +85,18 @@ def write_run(store: Store, length: int, run: str = "long") -> None:
     _measure(store, run, policy, 2)
 
 
+def _sample(store: Store, ref: Callable, policy: str, tokens: int, **about) -> tuple[str, str]:
+    """Prompts, rollouts and rewards; returns the last two."""
+    models = [("policy", policy)]
+    asked = write(store, ref("prompts"), "prompt", models=models)
+    inputs, metrics = [("prompts", asked)], {"tokens": tokens}
+    sampled = write(store, ref("rollouts"), "generate", inputs, models, metrics=metrics, **about)
+    return sampled, write(store, ref("rewards"), "reward", [("rollouts", sampled)])
+
+
 def _measure(store: Store, run: str, policy: str, number: int) -> None:
     ref = f"{run}.eval/{{}}@{number}".format
-    asked = write(store, ref("prompts"), "prompt", models=[("policy", policy)])
-    sampled = write(
-        store,
-        ref("rollouts"),
-        "generate",
-        [("prompts", asked)],
-        [("policy", policy)],
-        metrics={"tokens": 50},
-    )
-    paid = write(store, ref("rewards"), "reward", [("rollouts", sampled)])
+    sampled, paid = _sample(store, ref, policy, tokens=50)
     write(
         store,
         f"{run}/evaluations@{number}",

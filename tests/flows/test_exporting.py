@@ -363,7 +363,7 @@ def test_what_cannot_be_written_is_refused(made, tmp_path, words, said):
 
 def test_a_file_that_is_there_stays(made, tmp_path):
     (tmp_path / "out.jsonl").write_text("mine")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         written(made, tmp_path, "sft")
     assert (tmp_path / "out.jsonl").read_text() == "mine"
 

@@ -14,7 +14,7 @@ from quiver.flows.cli.sweeping import _csv_lines
 from quiver.flows.estimation import estimate
 from quiver.flows.look.sweeps import cell_rows, flat_row, sweep_lines, table_lines
 from quiver.flows.recipe import load
-from quiver.flows.sweep import _hopeless, cells_of, saved, sweep
+from quiver.flows.sweep import _hopeless, _Running, cells_of, saved, sweep
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.refs import parse
 from quiver.stages.core.run import stage_process
@@ -318,3 +318,16 @@ def test_a_cell_that_was_only_estimated_counts_in_the_correction(made, command):
     assert [row["p"] for row in rows].count(None) == 2 and rows[-1]["p_holm"] is None
     assert sorted(row["p_holm"] for row in rows[:2]) == holm([*ps, 1.0, 1.0])[:2]
     assert "Holm over 4)" in table_lines(rows, answer["baseline"])[0]
+
+
+def test_what_was_trained_further_is_forgotten_when_a_cell_cannot_be_measured_again(made):
+    recipe = load("recipe.toml", ["run=forgotten"])
+    cell = cells_of(recipe)[0]
+    running = _Running(recipe)
+    running._before["cells"] = {"1": {"evaluation": "forgotten/evaluations@1"}}
+    entry = {"settings": cell.settings, "policy": "forgotten/policy@7"}
+    running.record |= {"cells": {"1": entry}, "then": {"1": entry}}
+    with by_hand(recipe):
+        running.measure("cells", [cell], recipe.held_out_resolved(), "forgotten/evaluations@9")
+    record = saved(recipe)
+    assert record["cells"]["1"]["error"]["code"] == "E-LINEAGE" and record["then"] == {}

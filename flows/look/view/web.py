@@ -3,8 +3,8 @@
     serve(["view", "arith/rewards@3"], print)       # prints the address, and ends with Ctrl-C
 
 It is the same application, in a process of its own for each open page. It listens on loopback
-alone. Refused are websockets from pages of other sites, which a browser would let through. The page
-fetches nothing from other hosts.
+alone. Websockets from pages of other sites are refused, since a browser would let them through. The
+page fetches nothing from other hosts.
 """
 
 from __future__ import annotations

@@ -33,9 +33,12 @@ class Meter:
                 cuda.reset_peak_memory_stats(device)
 
     def report(self, phases: Mapping[str, float]) -> dict[str, Any]:
-        """Return the fields of a report: `seconds`, those of the phases and `total`; and `usage`,
-        which is `processor_seconds`, `peak_memory` and, if torch used a device,
-        `peak_device_memory`. `peak_memory` is that of the life of the processes."""
+        """Return the fields of a report.
+
+        seconds: of each phase, and `total`
+        usage: `processor_seconds`; `peak_memory`, since the processes started; and, if torch used a
+            device, `peak_device_memory`
+        """
         usage = {"processor_seconds": _processor_seconds() - self._processor_before}
         usage["peak_memory"] = max(
             *(resource.getrusage(who).ru_maxrss * 1024 for who in _WHO),
@@ -52,8 +55,8 @@ def totals_of(reports: Sequence[Mapping[str, Any]], lease: Lease) -> dict[str, A
     """Return `seconds` and `usage` of a manifest from the reports of all processes.
 
     Seconds of a phase are summed over processes. `total` is their maximum, so it is the time of the
-    process that started first. Memory is that of the largest process. `unfinished_attempts` counts
-    the processes that held the lease of the work before.
+    process that started first. Memory is the largest process's. `unfinished_attempts` counts the
+    processes that held the lease before.
     """
     seconds = [report["seconds"] for report in reports]
     names = dict.fromkeys(name for of_process in seconds for name in of_process)
@@ -82,15 +85,15 @@ def _cuda_in_use() -> ModuleType | None:
 
 
 def _processor_seconds() -> float:
-    """Return the processor seconds until now of this process, of the processes below it that ended
-    and were waited for, and of living ones by `multiprocessing`, such as a resident engine's, with
-    those below them, such as its workers."""
+    """Return the processor seconds used until now by this process, by children that ended and were
+    waited for, and by living ones that `multiprocessing` started, such as a resident engine and its
+    workers."""
     return sum(_of_each(lambda process: sum(process.cpu_times()[:4])))
 
 
 def _of_each(measured: Callable[[psutil.Process], float]) -> list[float]:
-    """Return what is measured of this process and of the living ones by `multiprocessing`, with
-    those below them."""
+    """Measure this process, and the living children that `multiprocessing` started with all
+    processes below them."""
     processes = [psutil.Process()]
     for child in multiprocessing.active_children():
         with suppress(psutil.Error):  # it has ended

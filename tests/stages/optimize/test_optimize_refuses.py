@@ -33,6 +33,16 @@ def test_the_same_weights_with_another_tokenizer_or_template_are_refused(
         _run(store, store.open(other), made)
 
 
+def test_a_part_that_names_no_policy_is_not_trained_on(store, policy):
+    rows = world.rows_of(policy, 3, 2)
+    asked = world.write_prompts(store, rows)
+    whole = world.write_rollouts(store, policy, rows, prompts=asked)
+    part = store.open(run_here("subset", {"prompts": 2}, store, rollouts=whole.ref, into="part"))
+    made = part, world.write_rewards(store, part, world.even_share, run="part")
+    with pytest.raises(LineageError, match="no policy at all"):
+        _run(store, policy, made)
+
+
 def test_lack_of_memory_on_a_cpu_says_what_helps(store, policy, made, monkeypatch):
     monkeypatch.setattr(
         "quiver.stages.optimize.trainer.Trainer.train", lambda *_: torch.empty(1 << 60)
