@@ -199,7 +199,7 @@ def spoil(fields: dict) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        lambda path: commands.lineage("golden/rewards@1", path),
+        lambda path: commands.lineage("golden/rewards@1", store=path),
         lambda path: commands.diff("golden/rewards@1", "golden/rewards@2", path),
         lambda path: commands.show("golden/rewards@1", 1, path),
     ],
