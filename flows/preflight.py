@@ -142,12 +142,6 @@ def check_demands(recipe: Recipe) -> None:
             config = recipe.generate_config(1, evaluation=evaluation)
             options = engine_options(config.engine, config.options)
             section = "evaluate.generate" if evaluation else "generate"
-            if config.engine == "vllm" and "audio" in recipe.media:
-                raise ConfigError(
-                    f"{section}.engine vllm",
-                    "cannot load a policy that hears, so it reads no clips",
-                    next=f'set {section}.engine = "transformers"',
-                )
             if isinstance(options, VllmServerOptions):
                 secret(options.token, f"{section}.options.token")
                 num_policies = 2 if evaluation else recipe.iterations

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import soundfile
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForMultimodalLM,
@@ -31,32 +32,47 @@ _EARS = {
     "glmasr": {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
     "qwen2_audio": {"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2},
 }
-_EARS["glmasr"] |= {"intermediate_size": 64, "max_position_embeddings": 100}
-_EARS["qwen2_audio"] |= {"encoder_ffn_dim": 32, "max_source_positions": 100}
+_EARS["glmasr"] |= {"intermediate_size": 64}
+_EARS["qwen2_audio"] |= {"encoder_ffn_dim": 32}
+_LENGTH = {"glmasr": "max_position_embeddings", "qwen2_audio": "max_source_positions"}
+_TEXT = {"glmasr": "llama", "qwen2_audio": "qwen2"}
+"""vLLM knows no others under these types."""
 FAMILIES = tuple(_EARS)
 REFS = {"prompts": "hears/prompts@1", "policy": "hears/policy@0"}
 
 
-def make_folder(folder: Path, kind: str = "qwen2_audio", seed: int = 0) -> Path:
-    """A tiny model directory; it hears two seconds."""
+def make_folder(folder: Path, kind: str = "qwen2_audio", seconds: int = 2) -> Path:
+    """A tiny model directory; it hears `seconds` of a clip."""
     tokens = sight.words()
     tokens.chat_template = TEMPLATE
     config = AutoConfig.for_model(
         kind,
-        text_config={**sight.TEXT, "vocab_size": len(tokens)},
-        audio_config={**_EARS[kind], "num_mel_bins": 16},
+        text_config={**sight.TEXT, "model_type": _TEXT[kind], "vocab_size": len(tokens)},
+        audio_config={**_EARS[kind], _LENGTH[kind]: 50 * seconds, "num_mel_bins": 16},
         audio_token_id=AUDIO,
         tie_word_embeddings=False,
     )
-    sight.save_random(AutoModelForMultimodalLM.from_config, config, folder, seed)
-    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=2, return_attention_mask=True)
+    sight.save_random(AutoModelForMultimodalLM.from_config, config, folder, seed=0)
+    name_as_on_the_hub(folder / "model.safetensors")
+    extractor = WhisperFeatureExtractor(
+        feature_size=16, chunk_length=seconds, return_attention_mask=True
+    )
     about: dict[str, Any] = {"audio_token": "<image>", "chat_template": TEMPLATE}
     if kind == "glmasr":
-        processor = GlmAsrProcessor(extractor, tokens, max_audio_len=4, **about)
+        processor = GlmAsrProcessor(extractor, tokens, max_audio_len=2 * seconds, **about)
     else:
         processor = Qwen2AudioProcessor(extractor, tokens, **about)
     processor.save_pretrained(folder)
     return folder
+
+
+def name_as_on_the_hub(file: Path) -> None:
+    """Rename the weights of a model that was made from a config: transformers 5.19 saves them under
+    names that only it knows. It saves a model that it has loaded under the names it found."""
+    weights = load_file(file)
+    for name in [name for name in weights if name.startswith("language_model.model.model.")]:
+        weights[name.replace("model.model.", "model.", 1)] = weights.pop(name)
+    save_file(weights, file, metadata={"format": "pt"})
 
 
 def noise(seed: int, seconds: float, rate: int = RATE) -> np.ndarray:
@@ -81,11 +97,13 @@ CLIPS = (stored(noise(0, 0.4), "FLAC"), stored(noise(1, 0.7)))
 NAMES = ("0.flac", "1.wav")
 
 
-def make_prompts(folder: Path, rows: Sequence[dict], kind: str = "qwen2_audio") -> Store:
+def make_prompts(
+    folder: Path, rows: Sequence[dict], kind: str = "qwen2_audio", seconds: int = 2
+) -> Store:
     """A store with REFS: a policy that hears, and prompts of rows whose column `audio` names
     clips."""
     store = Store(folder / "store")
-    model = str(make_folder(folder / "model", kind))
+    model = str(make_folder(folder / "model", kind, seconds))
     run_stage("policy", {"model": model}, store, into="hears", in_process=True)
     for name, content in zip(NAMES, CLIPS, strict=True):
         (folder / name).write_bytes(content)

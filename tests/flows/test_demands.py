@@ -22,22 +22,6 @@ def folder(tmp_path_factory):
     [
         ([SERVERS], {}, "2 policies need servers one after another", "options.wait_seconds to as"),
         ([SERVERS, WAITS, "data.images='picture'"], {}, "pictures", 'engine = "transformers"'),
-        (
-            ["generate.engine='vllm'", "data.audio='clip'"],
-            {},
-            "cannot load a policy that hears",
-            'set generate.engine = "transformers"',
-        ),
-        (
-            [
-                "generate.engine='transformers'",
-                "data.audio='clip'",
-                "evaluate.generate={engine='vllm'}",
-            ],
-            {},
-            "evaluate.generate.engine vllm",
-            'set evaluate.generate.engine = "transformers"',
-        ),
         ([SERVERS, WAITS, "optimize.lora.save='adapter'"], {}, "adapter alone", '"merged"'),
         ([SERVERS, WAITS, "generate.options.token='env:NONE'"], {}, "NONE is not set", "set NONE"),
         (["optimize.processes=4"], {"CUDA_VISIBLE_DEVICES": "0,1"}, "4 GPUs are needed", "lower"),

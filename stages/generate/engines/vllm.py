@@ -130,13 +130,6 @@ class VllmEngine:
                 f"{setup.policy.ref} is an encoder-decoder model",
                 next='set generate.engine = "transformers"',
             )
-        if "audio" in setup.most_media:  # vLLM 0.32, and what transformers 5.19 saves
-            raise ConfigError(
-                "engine vllm",
-                "cannot load a policy that hears, so it reads no clips: vLLM does not know the "
-                "names under which transformers saves its weights",
-                next='set generate.engine = "transformers"',
-            )
         build = vllm_env.prepare(
             "engine vllm", setup.device, batch_invariant=self.options.batch_invariant
         )

@@ -1,6 +1,8 @@
 """Answers to prompts with pictures: by both engines, the ids that were rendered and the logprobs of
 the model's own pass; with turns; and what is refused."""
 
+from typing import Any
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -19,6 +21,11 @@ ROWS = [
     {"prompt": "zero one two three", "images": ["1.png", "0.png"]},
     {"prompt": "five", "images": []},
 ]
+CLIPS = [
+    {"prompt": "What is seven", "audio": ["0.flac"]},
+    {"prompt": "zero one two three", "audio": ["1.wav", "0.flac"]},
+    {"prompt": "five", "audio": []},
+]
 IMAGE = sight.words().convert_tokens_to_ids("<image>")
 
 
@@ -27,21 +34,23 @@ def store(request, tmp_path_factory) -> Store:
     return sight.make_prompts(tmp_path_factory.mktemp(request.param), ROWS, request.param)
 
 
-def gap_to_own_logprobs(store: Store, rollouts: str) -> float:
+def gap_to_own_logprobs(store: Store, rollouts: str, shown: Any = sight) -> float:
     """The largest difference of a row's logprobs to the whole model's own, of what the row sampled
-    before an id of a picture, which that model would take for one."""
-    policy = store.open(sight.REFS["policy"])
+    before an id of a picture, which that model would take for one. `shown` is the module `sight` or
+    `sound`."""
+    policy = store.open(shown.REFS["policy"])
     model = load_model(policy, dtype=torch.float32)
     prompts = {
-        row["group_id"]: row for row in store.open(sight.REFS["prompts"]).table().to_pylist()
+        row["group_id"]: row for row in store.open(shown.REFS["prompts"]).table().to_pylist()
     }
+    column = "images" if shown is sight else "audio"
     gaps = []
     for row in store.open(rollouts).table().to_pylist():
         sampled = row["completion_ids"]
         if IMAGE in sampled:
             sampled = row["completion_ids"] = sampled[: sampled.index(IMAGE)]
-        images = [image["bytes"] for image in prompts[row["group_id"]]["images"]]
-        inputs = sight.own_inputs(policy.files.folder, row, images)
+        media = [medium["bytes"] for medium in prompts[row["group_id"]][column]]
+        inputs = shown.own_inputs(policy.files.folder, row, media)
         with torch.no_grad():
             logits = model(**inputs).logits[0, len(row["prompt_ids"]) - 1 : -1]
         table = (logits / sight.GENERATE["sampling"]["temperature"]).log_softmax(-1)
@@ -90,12 +99,11 @@ def test_vllm_gives_the_models_own_logprobs(tmp_path):
     assert gap_to_own_logprobs(store, str(rollouts)) < 1e-4
 
 
-def test_vllm_reads_no_clips(tmp_path):
-    """It could not load the next policy either, as transformers saves it."""
-    store = sound.make_prompts(tmp_path, [{"prompt": "one", "audio": ["0.flac"]}])
-    with pytest.raises(ConfigError, match="cannot load a policy that hears"):
-        config = {**sight.GENERATE, "engine": "vllm"}
-        run_stage("generate", config, store, in_process=True, **sound.REFS)
+@pytest.mark.parametrize("kind", sound.FAMILIES)
+def test_vllm_hears_what_the_policy_hears(tmp_path, kind):
+    store = sound.make_prompts(tmp_path, CLIPS, kind, seconds=30)  # as all are on the hub
+    rollouts = run_stage("generate", {**sight.GENERATE, "engine": "vllm"}, store, **sound.REFS)
+    assert gap_to_own_logprobs(store, str(rollouts), sound) < 1e-4
 
 
 def test_a_policy_that_sees_nothing_does_not_answer_pictures(store):

@@ -3,6 +3,7 @@ and what a swapped clip gives."""
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForMultimodalLM
 
 from quiver.schemas.errors import ConfigError, NumericError
@@ -85,6 +86,19 @@ def test_what_hears_is_trained_only_where_it_is_asked_for(store):
         assert changed and not any("audio_tower" in n or "projector" in n for n in changed)
     changed = shown.changed_weights(AutoModelForMultimodalLM, store, "hears", train_vision=True)
     assert any("audio_tower" in name for name in changed)
+
+
+def test_a_trained_policy_keeps_the_names_of_its_weights(store):
+    """Engines know those of the hub; transformers has others for a model made from a config."""
+    refs = {kind: f"hears/{kind}@1" for kind in ("rollouts", "rewards")} | {
+        "policy": REFS["policy"]
+    }
+    trained = run_here("optimize", shown.OPTIMIZE, store, into="named", **refs)
+    before, after = (
+        load_file(store.open(ref).files.path("model.safetensors")).keys()
+        for ref in (REFS["policy"], str(trained))
+    )
+    assert before == after
 
 
 def test_logprobs_are_scored_with_the_clips(store):
