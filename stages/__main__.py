@@ -108,7 +108,6 @@ def serve(call: dict, answer_path: Path, *, for_any_stage: bool = False) -> tupl
         The exit code, and whether this process stays resident for another call.
     """
     this_process.may_be_resident = call.pop("resident", False)
-    this_process.is_beside_engine = call.pop("beside_engine", False)
     answer, code = answer_call(call)
     keeps = for_any_stage or this_process.resident_engine is not None
     is_resident = this_process.may_be_resident and not code and keeps

@@ -111,8 +111,8 @@ class VllmOptions(Config):
     weights. bfloat16 then rounds the change apart from the weights, at some cost of speed. A policy
     without an adapter is loaded unchanged."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of `vllm.LLM`, under vLLM's names (`quantization = "fp8"`, kv_cache_dtype, …).
-    Arguments that the engine sets itself are refused."""
+    """More arguments of `vllm.LLM`, under its names (`quantization = "fp8_per_tensor"`,
+    kv_cache_dtype, …). Arguments that the engine sets itself are refused."""
 
     @field_validator("engine_args")
     @classmethod

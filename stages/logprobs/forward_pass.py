@@ -13,13 +13,13 @@ import torch
 from quiver.schemas import logprobs
 from quiver.stages.core.store import Version
 from quiver.stages.model import memory
-from quiver.stages.model.devices import total_bytes, uses_gpu
+from quiver.stages.model.devices import available_bytes, uses_gpu
 from quiver.stages.model.forward.layout import Sequences, prompt_numbers
 from quiver.stages.model.forward.media import Media
 from quiver.stages.model.forward.policy import Policy, compute_logprobs
 from quiver.stages.model.forward.precision import choose_precision, narrow
 from quiver.stages.model.forward.verify import choose_kernel, choose_mode
-from quiver.stages.model.loading import load_model
+from quiver.stages.model.loading import load_for_autocast, load_model
 from quiver.stages.model.ragged import Ragged
 from quiver.stages.model.turns import Turns
 
@@ -45,10 +45,9 @@ class LogprobPass:
         that."""
         self._config = config
         self._precision = choose_precision(config.precision, self.device)
-        self._policy = Policy(
-            load_model(model, dtype=torch.float32, device=self.device, base=base),
-            autocast=self._precision == "bf16",
-        )
+        is_autocast = self._precision == "bf16"
+        load = load_for_autocast if is_autocast else partial(load_model, dtype=torch.float32)
+        self._policy = Policy(load(model, device=self.device, base=base), autocast=is_autocast)
 
     def compute_logprobs(self, rollouts: pa.Table, media: Media | None = None) -> pa.Table:
         """Return logprobs/1 of these rollouts, which may have turns.
@@ -83,7 +82,7 @@ class LogprobPass:
                 )
 
             self.methods["token_budget"], _ = memory.choose_budget(
-                bytes_of, total_bytes(self.device), self._config.token_budget, False
+                bytes_of, available_bytes(self.device), self._config.token_budget, False
             )
             packing = choose_mode(policy, sequences, prompt_of_row, self._config.packing)
             self.methods["packing"] = packing

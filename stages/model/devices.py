@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.core.run.stage_process import this_process
 
 if TYPE_CHECKING:
     import torch
@@ -64,15 +63,16 @@ def uses_gpu(key: str, device: str, nodes: Path = Path("/dev")) -> bool:
     return False
 
 
-def total_bytes(device: torch.device) -> int:
-    """Return the memory of a GPU, less what a sleeping engine keeps there; 0 for another device, or
-    one that is not there."""
+def available_bytes(device: torch.device) -> int:
+    """Return the memory of a GPU that this process holds or may still take, so without that of
+    other processes, such as an engine that sleeps there. 0 for another device, or one that is not
+    there."""
     import torch
 
     if device.type != "cuda" or not torch.cuda.is_available():
         return 0
-    kept = SLEEPING_BYTES if this_process.is_beside_engine else 0
-    return torch.cuda.get_device_properties(device).total_memory - kept
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device)
 
 
 def engine_gpus(

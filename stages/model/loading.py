@@ -202,6 +202,41 @@ def load_as_stored(
     return model
 
 
+def load_for_autocast(
+    version: Version, device: str | torch.device = "cpu", base: Version | None = None
+) -> PreTrainedModel:
+    """Load a model whose weights are not trained, for passes under bfloat16 autocast.
+
+    Weights of linear layers that are bfloat16 on disk stay so and never exist in float32: autocast
+    would round them to the same numbers. All others are float32. Arguments as for `load_model`.
+    """
+    import torch
+
+    model = load_as_stored(version, device, base)
+    stays = set(read_by_linear_layers_alone(model))
+    for parameter in model.parameters():
+        if parameter not in stays or parameter.dtype != torch.bfloat16:
+            parameter.data = parameter.data.float()
+    return model
+
+
+def read_by_linear_layers_alone(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of linear layers, without an output embedding that is tied to the input
+    embedding."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    linear_weights = []
+    read_elsewhere = set()
+    for module in model.modules():
+        parameters = list(module.parameters(recurse=False))
+        if isinstance(module, nn.Linear | Conv1D):
+            linear_weights += parameters
+        else:
+            read_elsewhere.update(parameters)
+    return [parameter for parameter in linear_weights if parameter not in read_elsewhere]
+
+
 def load_pretrained(loader: Any, folder: Path, name: str, **options: Any) -> PreTrainedModel:
     """Load the model in `folder` with one of transformers' Auto classes and its own attention.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quiver.stages.model import memory
-from quiver.stages.model.devices import total_bytes
+from quiver.stages.model.devices import available_bytes
 from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.forward.precision import narrow
 
@@ -68,7 +68,7 @@ def choose_budget(
     if recomputes is None and not model.supports_gradient_checkpointing:
         recomputes = False
     device = accelerator.device
-    of_ranks = accelerator.gather(torch.tensor([total_bytes(device)], device=device))
+    of_ranks = accelerator.gather(torch.tensor([available_bytes(device)], device=device))
     return memory.choose_budget(bytes_of, int(of_ranks.min()), config.token_budget, recomputes)
 
 

@@ -42,7 +42,12 @@ from quiver.stages.core.store import Version
 from quiver.stages.model.checkpoints import ADAPTER_FOLDER, ADAPTER_PREFIX, ADAPTER_WEIGHTS
 from quiver.stages.model.forward.media import vision_parameters
 from quiver.stages.model.forward.precision import choose_precision
-from quiver.stages.model.loading import empty_model, load_as_stored, load_model
+from quiver.stages.model.loading import (
+    empty_model,
+    load_for_autocast,
+    load_model,
+    read_by_linear_layers_alone,
+)
 
 from .checks import check_peft
 from .config import Config, Lora
@@ -66,20 +71,16 @@ def load_with_adapters(
 ) -> PreTrainedModel:
     """Load the frozen base in float32 with the policy's adapters, or with new ones.
 
-    For passes in bfloat16, weights of linear layers that are bfloat16 on disk stay so and never
-    exist in float32: `narrow_frozen` would make them bfloat16 again. `load` replaces the default
-    loader, for a trainer that needs the model elsewhere. Raises ConfigError as `attach` does.
+    For passes in bfloat16, weights of linear layers that are bfloat16 on disk stay so. `load`
+    replaces the default loader, for a trainer that needs the model elsewhere. Raises ConfigError as
+    `attach` does.
     """
     check_peft()
     base = inputs["base"]
     if load:
         model = load(base)
     elif choose_precision(config.precision, device) == "bf16":
-        model = load_as_stored(base, device)
-        stays = set(_read_by_linear_layers_alone(model))
-        for parameter in model.parameters():
-            if parameter not in stays or parameter.dtype != torch.bfloat16:
-                parameter.data = parameter.data.float()
+        model = load_for_autocast(base, device)
     else:
         model = load_model(base, dtype=torch.float32, device=device)
     attach(config.lora, model, inputs["policy"], seed=config.seed)
@@ -211,25 +212,11 @@ def narrow_frozen(model: nn.Module) -> None:
     embedding that is tied to the input embedding stays as it is, because embeddings are not
     rounded.
     """
-    for parameter in _read_by_linear_layers_alone(model):
+    for parameter in read_by_linear_layers_alone(model):
         if not parameter.requires_grad and not is_sharded(parameter):
             rounded = parameter.data.to(torch.bfloat16)
             if torch.equal(rounded.to(parameter.dtype), parameter.data):
                 parameter.data = rounded
-
-
-def _read_by_linear_layers_alone(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of linear layers, without an output embedding that is tied to the input
-    embedding."""
-    linear_weights = []
-    read_elsewhere = set()
-    for module in model.modules():
-        parameters = list(module.parameters(recurse=False))
-        if isinstance(module, nn.Linear | Conv1D):
-            linear_weights += parameters
-        else:
-            read_elsewhere.update(parameters)
-    return [parameter for parameter in linear_weights if parameter not in read_elsewhere]
 
 
 def _adapters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -8,10 +8,8 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from quiver.flows.calls import run_here
 from quiver.flows.dispatch import run_at
@@ -22,7 +20,6 @@ from quiver.stages.core.run import stage_process
 from quiver.stages.core.run.call import Call, Where
 from quiver.stages.core.store import Store
 from quiver.stages.model import vllm_env
-from quiver.stages.model.devices import SLEEPING_BYTES, total_bytes
 from tests.flows.conftest import (
     RECIPE,
     left_behind,
@@ -318,29 +315,6 @@ JUDGE = "reward.models=[{name='judge', model='model', engine='vllm', device='%s'
 def test_on_one_gpu_an_engine_is_resident_by_default(tmp_path, num_gpus, settings, keeps):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     assert keeps_engine(load(tmp_path / "recipe.toml", settings), num_gpus) is keeps
-
-
-def test_a_stage_beside_a_sleeping_engine_counts_what_that_keeps(place, monkeypatch):
-    """The process of each call is told so, and takes it off the card's memory."""
-    sent = []
-    ask = stage_process.StageProcess.ask
-
-    def noted(child, fields, **options):
-        sent.append((fields["stage"], fields["beside_engine"]))
-        return ask(child, fields, **options)
-
-    monkeypatch.setattr(stage_process.StageProcess, "ask", noted)
-    run_at(call(place, 0))
-    scored = Call("reward", {"functions": [{"use": "length", "arguments": {"target": 3}}]},
-                  str(place / "store"), {"rollouts": "tiny/rollouts@1"})  # fmt: skip
-    run_at(scored)
-    run_at(call(place, 1))
-    assert sent == [("generate", False), ("reward", True), ("generate", False)]
-    card = SimpleNamespace(total_memory=80 * 10**9)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: card)
-    monkeypatch.setattr(stage_process.this_process, "is_beside_engine", True)
-    assert total_bytes(torch.device("cuda")) == 80 * 10**9 - SLEEPING_BYTES
 
 
 # -- whole runs

@@ -118,7 +118,7 @@ def test_what_vllm_samples_with_fp8_weights_is_corrected_and_near_the_trainers(s
     """As recipes/fp8.toml does: proximal logprobs by the trainer's numerics, and weights that are
     truncated. The policy's first ratio is 1 then, however much the engine rounds."""
     audits, clipped = {}, {}
-    for name, arguments in (("bfloat16", {}), ("fp8", {"quantization": "fp8"})):
+    for name, arguments in (("bfloat16", {}), ("fp8", {"quantization": "fp8_per_tensor"})):
         made = sample(store, policy, dtype="bfloat16", options={"engine_args": arguments})
         config = {"role": "prox", "precision": "fp32", "device": "cuda"}
         refs = {"rollouts": str(made[0].ref), "policy": str(policy.ref)}
@@ -130,7 +130,7 @@ def test_what_vllm_samples_with_fp8_weights_is_corrected_and_near_the_trainers(s
         clipped[name] = metrics["first_clip_fraction"]
     assert audits["bfloat16"]["mean_gap"] < audits["fp8"]["mean_gap"] < 0.1
     assert audits["fp8"]["quantization"] == audits["fp8"]["prox"]["quantization"]
-    assert audits["fp8"]["quantization"] == "quantization = fp8"
+    assert audits["fp8"]["quantization"] == "quantization = fp8_per_tensor"
     assert "quantization" not in audits["bfloat16"]
     assert clipped == {"bfloat16": 0, "fp8": 0}
 

@@ -241,9 +241,8 @@ def ask(
         with ExitStack() as stack:
             child = stack.enter_context(child or StageProcess(terms))
             was_resident = child.is_resident
-            sleepers = [other for other in list(_waiting.values()) if other.is_resident]
             answer, problem = child.ask(
-                {**call, "beside_engine": bool(sleepers)},
+                call,
                 resident=resident or for_any_stage,
                 on_line=on_line,
                 timeout=timeout,
@@ -329,8 +328,6 @@ class ThisProcess:
 
     may_be_resident: bool = False
     """True if the caller would keep this process after the present call."""
-    is_beside_engine: bool = False
-    """True if another process's engine sleeps on the device meanwhile."""
     resident_engine: Any = None
     """Engine that sleeps until the next call; its `close()` is called if none comes. Without one,
     the process of a single stage ends after its answer."""

@@ -6,10 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from quiver.schemas.errors import ConfigError, LineageError, ResourceError, SchemaError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import writer
+from quiver.stages.logprobs.forward_pass import LogprobPass
 from quiver.stages.logprobs.stage import Config
 from quiver.stages.model.loading import load_model
 from quiver.stages.model.ragged import Ragged
@@ -250,6 +252,26 @@ def test_another_precision_is_near(store, policy, other, rollouts, precision):
         for logprob, exact in zip(row, exact_row, strict=True)
     ]
     assert 1e-4 < sum(gaps) / len(gaps) < 0.03
+
+
+def test_a_policy_saved_in_bfloat16_is_scored_the_same_from_half_the_bytes(
+    store, few, tmp_path, monkeypatch
+):
+    """Of linear layers: autocast would round their weights to what the file holds."""
+    folder = make_folder(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    half = store.open(run_stage("policy", {"model": str(folder)}, store, into="half"))
+    narrow = LogprobPass(Config(precision="bf16"), half)
+    dtypes = {type(each): each.weight.dtype for each in narrow._policy.model.base_model.modules()
+              if hasattr(each, "weight")}  # fmt: skip
+    assert dtypes.pop(torch.nn.Linear) == torch.bfloat16
+    assert set(dtypes.values()) == {torch.float32}
+    as_float32 = {"weight": ("F32", ())}
+    monkeypatch.setattr("quiver.stages.model.loading.stored_weights", lambda folder: as_float32)
+    wide = LogprobPass(Config(precision="bf16"), half)
+    table = few.table()
+    assert narrow.compute_logprobs(table).equals(wide.compute_logprobs(table))
 
 
 def test_bf16_pure_is_the_pass_of_training_in_bfloat16(store, policy):

@@ -15,7 +15,7 @@ import torch
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model import devices
-from quiver.stages.model.devices import next_gpus, seeing_only, uses_gpu
+from quiver.stages.model.devices import available_bytes, next_gpus, seeing_only, uses_gpu
 from quiver.stages.model.mkl_warmup import FUNCTIONS, make_first_calls
 from quiver.stages.model.vllm_env import cpu_cache_bytes, free_bytes
 
@@ -165,3 +165,11 @@ def test_the_first_cosines_of_a_process_are_right():
     MKL's AVX-512."""
     for _ in range(60):
         subprocess.run([sys.executable, "-c", FIRST_COSINES], check=True)
+
+
+def test_memory_of_other_processes_is_not_available(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (50, 80))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 20)
+    assert available_bytes(torch.device("cuda")) == 70
+    assert available_bytes(torch.device("cpu")) == 0

@@ -118,7 +118,7 @@ def test_a_rollout_that_memory_does_not_hold_is_refused(store, policy, made, mon
     ("device_bytes", "chosen"), [(8 * 10**10, (65536, False)), (10**9, (8192, True))]
 )
 def test_the_budget_is_of_the_cards_memory(store, policy, made, monkeypatch, device_bytes, chosen):
-    monkeypatch.setattr("quiver.stages.optimize.budget.total_bytes", lambda _: device_bytes)
+    monkeypatch.setattr("quiver.stages.optimize.budget.available_bytes", lambda _: device_bytes)
     done = _run(store, policy, made)
     metrics = done.manifest.metrics
     assert (metrics["token_budget"], metrics["activation_checkpointing"]) == chosen
