@@ -37,7 +37,7 @@ from __future__ import annotations
 import errno
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
@@ -185,24 +185,26 @@ def find_kept(
     if keep is None:
         kept.versions = set(filter(store.exists, roots)) | kept.read
         return kept
-    chosen_by: set[Ref] = set()
-    waiting = [*roots, *kept.in_use]
-    while waiting:
-        ref = waiting.pop()
-        with suppress(LineageError):  # its data are gone, or will be
-            ref = ref if ref in kept.read else store.resolve(ref)
-            if ref in kept.versions:
-                continue
-            kept.versions.add(ref)
-            manifest = store.version(ref).manifest
-            sources = _sources(manifest, is_root=ref in roots)
-            if ref in kept.read:
-                kept.read.update(sources)
-            if manifest.kind == "prompts":
-                chosen_by.update(filter(store.exists, sources))
-            else:
-                waiting += sources
-    kept.versions |= chosen_by
+
+    def follow(starts: Iterable[Ref], resolve: Callable[[Ref], Ref]) -> set[Ref]:
+        waiting, reached, chosen_by = [*starts], set(), set()
+        while waiting:
+            with suppress(LineageError):  # its data are gone, or will be
+                ref = resolve(waiting.pop())
+                if ref in reached:
+                    continue
+                reached.add(ref)
+                manifest = store.version(ref).manifest
+                sources = _sources(manifest, is_root=ref in roots)
+                if manifest.kind == "prompts":
+                    chosen_by.update(filter(store.exists, sources))
+                else:
+                    waiting += sources
+        return reached | chosen_by
+
+    # a stage at work goes on with the data that it opened, a new reader takes what was made again
+    kept.read = follow(kept.read, lambda ref: ref)
+    kept.versions = kept.read | follow([*roots, *kept.in_use], store.resolve)
     return kept
 
 

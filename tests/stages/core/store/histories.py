@@ -224,20 +224,31 @@ class History:
     def reachable(self, keep: int | None) -> Iterator[str]:
         roots = {*self.tagged(), *self.newest("logprobs", keep), *self.newest("policy", keep)}
 
-        def follow(ref: Ref) -> Iterator[str]:
-            if not self.store.exists(ref):
+        def follow(ref: Ref, *, is_read: bool) -> Iterator[str]:
+            # a stage may follow what it reads through versions that keep their manifest alone
+            repeat = self.repeat(ref)
+            if repeat is not None and not is_read:
+                yield from follow(repeat, is_read=False)
+            elif not is_read and not self.store.exists(ref):
                 return
             yield str(ref)
-            manifest = self.store.open(ref).manifest
+            manifest = self.store.version(ref).manifest
             for entry in manifest.inputs:
                 if ref.kind != "policy" or ref in roots or entry.role == "base":
-                    yield from follow(parse(entry.ref))
+                    yield from follow(parse(entry.ref), is_read=is_read)
             for model in manifest.models:
                 if ref.kind != "policy" or ref in roots:
-                    yield from follow(as_version(model.ref))
+                    yield from follow(as_version(model.ref), is_read=is_read)
 
-        for ref in (*roots, *self.read_now()):
-            yield from follow(ref)
+        for refs, is_read in ((roots, False), (self.read_now(), True)):
+            for ref in refs:
+                yield from follow(ref, is_read=is_read)
+
+    def repeat(self, ref: Ref) -> Ref | None:
+        """The version that was made again when this one's data were gone, if they are."""
+        others = list(self.store.refs(ref.run, ref.kind))
+        made = self.content.get(str(ref)) if ref not in others else None
+        return next((other for other in others if self.content[str(other)] == made), None)
 
     def check_numbers(self) -> None:
         for version in self.store.versions():

@@ -721,6 +721,18 @@ def test_what_a_stage_reads_keeps_what_it_was_made_of_though_both_are_marked(sto
         assert (Path(store.url) / "a/policy/v000000/model.safetensors").exists()
 
 
+def test_what_was_made_again_stays_though_a_stage_reads_what_was_made_of_the_first(store):
+    first = make_table(store, 1)
+    tagged, read = (make_table(store, number, inputs={"first": first}) for number in (2, 3))
+    store.tag("a", "prod", tagged.ref)
+    remove(store, first.ref)
+    again = make_table(store, 1)
+    make_table(store, 4)
+    with begin(store, "b", "logprobs", **plan(7, inputs={"rollouts": read})):
+        collect(store, ALL, apply=True)
+    assert store.exists(again.ref) and store.open(first.ref).ref == again.ref
+
+
 def test_what_a_stage_reads_though_it_is_marked_stays_where_no_number_is_kept(store):
     """The rule of this collection keeps all; an earlier one marked it."""
     first = make_table(store, 1)
