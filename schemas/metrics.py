@@ -7,7 +7,7 @@ Not of the spine: a stage writes its metrics freely, and this check runs when th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -27,7 +27,7 @@ class _Estimate(_Metrics):
     score: float
     stderr: Number
     n: int
-    interval: Sequence[float] | None = None
+    interval: list[float] | None = Field(None, min_length=2, max_length=2)
 
 
 class _Difference(_Metrics):

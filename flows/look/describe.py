@@ -19,7 +19,6 @@ from quiver.schemas.metrics import score_numbers
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.listing import Summary
-from quiver.stages.evaluate.statistics import CONFIDENCE, student_quantile
 
 from .episodes import Piece, in_words, numbers_of, pieces_of
 from .gather import STEP_COLUMNS, Manifests, metric
@@ -119,13 +118,10 @@ def score_line(metrics: Mapping[str, Any]) -> str:
     prompts = counted(metrics["n"], "prompt")
     if stderr is None:
         return f"{number(score)} over {prompts}"
-    half = student_quantile((1 + CONFIDENCE) / 2, metrics["n"] - 1) * stderr
-    # an evaluation made by an earlier Quiver has no interval
-    low, high = metrics.get("interval") or (score - half, score + half)
-    return (
-        f"{score:.4f} ± {stderr:.4f} (standard error), 95 % interval "
-        f"{low:.4f} … {high:.4f}, over {prompts}"
-    )
+    text = f"{score:.4f} ± {stderr:.4f} (standard error)"
+    if interval := metrics.get("interval"):
+        text += f", 95 % interval {interval[0]:.4f} … {interval[1]:.4f}"
+    return f"{text}, over {prompts}"
 
 
 def tags_of(store: Store, run: str) -> dict[str, list[str]]:

@@ -125,6 +125,12 @@ FOUND = [
         "E-CORRUPT",
     ),
     (
+        "held/evaluations@4",
+        lambda fields: fields["metrics"]["pass@k"]["2"]["interval"].pop(),
+        "show",
+        "E-CORRUPT",
+    ),
+    (
         "golden/updates@2",
         lambda fields: fields["files"][0].pop("rows"),
         "show updates",
