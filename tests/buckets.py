@@ -1,4 +1,5 @@
-"""Buckets of S3 and Azure on this host, in moto's server and Azurite, which `make servers` installs.
+"""Buckets of S3, Google and Azure on this host, in moto's server and Azurite, which `make servers`
+installs. Google's is moto's S3 with generations (see `moto_server`).
 
 A process of pytest starts each at most once, at the first test that wants it; its buckets are in
 memory and end with it. Scripts and processes of their own use `server`.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import json
 import os
 import re
 import subprocess
@@ -37,9 +39,10 @@ _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOt
 _OPTIONS = "--blobPort 0 --inMemoryPersistence --silent --skipApiVersionCheck --disableTelemetry"
 _COMMANDS = {
     "s3": [REAL_PYTHON, "-m", "tests.moto_server"],
+    "gs": [REAL_PYTHON, "-m", "tests.moto_server", "google"],
     "az": ["node", str(_MAIN), *_OPTIONS.split()],
 }
-_INSTALLED = {"s3": _MOTO / ".installed", "az": _AZURITE / ".installed"}
+_INSTALLED = {"s3": _MOTO / ".installed", "gs": _MOTO / ".installed", "az": _AZURITE / ".installed"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,13 @@ class Bucket:
                 "AWS_REGION": "us-east-1",
                 "AWS_ACCESS_KEY_ID": "anyone",
                 "AWS_SECRET_ACCESS_KEY": "anything",
+            }
+        if self.url.startswith("gs:"):
+            account = {"gcs_base_url": endpoint, "disable_oauth": True}
+            account |= dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+            return {
+                "GOOGLE_ALLOW_HTTP": "true",
+                "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account),
             }
         return {
             "AZURE_STORAGE_ENDPOINT": f"{endpoint}/{_ACCOUNT}",
@@ -146,7 +156,13 @@ def az_server() -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture(params=["s3", "az"])
+@pytest.fixture(scope="session")
+def gs_server() -> Iterator[Server]:
+    with _server_if_installed("gs") as running:
+        yield running
+
+
+@pytest.fixture(params=["s3", "az", "gs"])
 def bucket(request, monkeypatch, tmp_path) -> Bucket:
     """An empty bucket on each server; obstore finds it in this process and in its children."""
     bucket = request.getfixturevalue(f"{request.param}_server").make_bucket()
