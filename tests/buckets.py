@@ -162,7 +162,10 @@ def gs_server() -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture(params=["s3", "az", "gs"])
+every_provider = pytest.mark.parametrize("bucket", ["s3", "az", "gs"], indirect=True)
+
+
+@pytest.fixture(params=["s3", "az"])
 def bucket(request, monkeypatch, tmp_path) -> Bucket:
     """An empty bucket on each server; obstore finds it in this process and in its children."""
     bucket = request.getfixturevalue(f"{request.param}_server").make_bucket()

@@ -30,6 +30,7 @@ from quiver.stages.core.store.leases import Leases
 from quiver.stages.core.store.places import open_storage
 from quiver.stages.core.store.retention import Rule, collect, remove
 from quiver.stages.core.store.writer import open_staging
+from tests.buckets import every_provider
 from tests.faults.proxy import DROP_AFTER, DROP_BEFORE, FORWARD, REPEAT, Proxy, answer, at
 from tests.stages.core.store.histories import make_policy, make_table
 from tests.stages.core.store.test_store import Settings, commit, table, work_on
@@ -78,6 +79,7 @@ def require_one(url: str) -> None:
     assert folders_of_data(fresh) == [version.manifest.place]
 
 
+@every_provider
 def test_a_version_has_the_same_life_as_on_a_disk(bucket):
     store = Store(bucket.url)
     first, second = (commit(store, Settings(seed=seed)) for seed in (1, 2))
@@ -111,6 +113,7 @@ def test_a_write_into_a_bucket_that_is_not_there_fails(bucket):
         storage.put("a/logprobs/.work/note", b"{}")
 
 
+@every_provider
 def test_policies_are_uploaded_and_read_as_folders(bucket, tmp_path, monkeypatch):
     store = Store(bucket.url)
     policy = make_policy(store, 3)
@@ -228,6 +231,19 @@ def test_an_object_whose_answer_was_lost_is_replaced_by_its_stamp(bucket, proxy)
     assert storage.put("note", b"late", stamp) is None and storage.read("note") == b"second"
 
 
+@pytest.mark.parametrize("bucket", ["gs"], indirect=True)
+def test_on_google_it_is_not_replaced_but_safe(bucket, proxy):
+    """obstore does not tell the generation of an object that it reads."""
+    storage = open_storage(bucket.url)
+    proxy.follow(at(0, DROP_AFTER))
+    stamp = storage.put_if_absent("note", b"first")
+    proxy.follow()
+    with pytest.raises(RemoteError, match="Version required") as caught:
+        storage.put("note", b"second", stamp)
+    assert caught.value.next == "run the same command again"
+    assert storage.read("note") == b"first"
+
+
 def test_all_below_a_folder_is_deleted_by_as_many_requests_as_it_takes(bucket, monkeypatch):
     monkeypatch.setattr(module, "_AT_ONCE", 2)
     storage = open_storage(bucket.url)
@@ -291,6 +307,7 @@ def test_what_was_taken_away_is_not_published(bucket):
     assert storage.list("kind") == [".data"]
 
 
+@every_provider
 def test_of_many_writers_each_gets_a_number_and_equal_work_is_made_once(bucket):
     seeds = [*range(6), *range(6)]
 
@@ -306,6 +323,7 @@ def test_of_many_writers_each_gets_a_number_and_equal_work_is_made_once(bucket):
     assert verify(Store(bucket.url)) == (6, [])
 
 
+@every_provider
 def test_a_lease_that_was_cleared_and_taken_again_is_not_the_first_holders(bucket):
     """Its object has the same key; the holder renews by the stamp of what it wrote."""
     storage = open_storage(bucket.url)
@@ -321,6 +339,7 @@ def test_a_lease_that_was_cleared_and_taken_again_is_not_the_first_holders(bucke
     assert Leases(storage, "a/x.leases").take("work") is not None
 
 
+@every_provider
 def test_what_a_sleeper_publishes_after_gc_deleted_its_data_is_marked(bucket, monkeypatch):
     """It slept between its look at the data and the request that publishes."""
     real, deleting = module.Bucket.put_if_absent, module.Bucket.delete
@@ -368,6 +387,7 @@ def test_no_version_has_the_files_of_one_that_was_removed(bucket):
     assert verify(Store(bucket.url)) == (1, []) and unfinished(store) == []
 
 
+@every_provider
 def test_a_file_is_fetched_in_parts_and_its_optimizer_state_is_not(bucket, monkeypatch, tmp_path):
     policy = make_policy(Store(bucket.url), 3)
     monkeypatch.setattr(module, "_PART_BYTES", 7)
@@ -401,6 +421,7 @@ def test_a_killed_process_leaves_work_that_another_host_goes_on_with(bucket, tmp
     require_one(bucket.url)
 
 
+@every_provider
 def test_random_histories_lose_no_version_that_is_kept(bucket):
     chance = random.Random(7)
     store = Store(bucket.url)
