@@ -27,6 +27,11 @@ LENGTHS = [
 ]
 
 
+def part(seeds: range) -> range:
+    """The first `SHARE` of these seeds, at least one."""
+    return seeds[: math.ceil(SHARE * len(seeds))]
+
+
 def some(trials: list, short: int, is_full: bool) -> list:
     """A sample of the trials: always the same `short` ones, or `SHARE` of them all."""
     count = math.ceil(SHARE * len(trials)) if is_full else min(short, len(trials))

@@ -16,6 +16,7 @@ from quiver.stages.core.store import Store
 from tests.faults import fuzzers
 from tests.faults.broken import error_of, fuzz, sealed, snapshot
 from tests.faults.fuzzers import READERS, WRITTEN_BY_READERS, fields_of
+from tests.faults.sizes import part
 
 FUZZERS = {
     fuzzers.manifests: (30, range(10, 60), 1000),
@@ -47,7 +48,7 @@ def store(place) -> Path:
         for fuzzer, (short, seeds, full) in FUZZERS.items()
         for seed, count, marks in [
             (1, short, ()),
-            *((seed, full, pytest.mark.torture) for seed in seeds),
+            *((seed, full, pytest.mark.torture) for seed in part(seeds)),
         ]
     ],
 )

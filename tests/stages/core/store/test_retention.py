@@ -34,7 +34,7 @@ from quiver.stages.core.store.listing import EXPIRED, REMOVED
 from quiver.stages.core.store.retention import Rule, collect, find_kept, remove
 from quiver.stages.model import checkpoints
 from tests.faults.seam import watched
-from tests.faults.sizes import sizes
+from tests.faults.sizes import part, sizes
 from tests.stages.core.store.histories import (
     History,
     expired_files,
@@ -679,7 +679,7 @@ def test_whatever_happens_what_is_reachable_stays(store, seed):
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("seed", range(100, 600))
+@pytest.mark.parametrize("seed", part(range(100, 600)))
 def test_whatever_happens_in_500_histories(store, seed):
     live_through(store, seed, 60)
 
