@@ -64,10 +64,11 @@ def push(store: Store, ref: str, url: str, *, public: bool = False) -> str:
         api.create_commit(**repo, operations=operations, commit_message=str(version.ref))
     except (HTTPError, OSError, ValueError) as error:
         status = getattr(getattr(error, "response", None), "status_code", None)
-        advice = _ADVICE.get(
-            min(status or 0, 500), f"check {printable(url)} and HF_ENDPOINT, then push again"
-        )
-        raise RemoteError(f"hub {printable(api.endpoint)}", reason(error), next=advice) from error
+        raise RemoteError(
+            f"hub {printable(api.endpoint)}",
+            reason(error),
+            next=_ADVICE.get(min(status or 0, 500), "check HF_ENDPOINT, then push again"),
+        ) from error
     return f"{api.endpoint}/{name}"
 
 
