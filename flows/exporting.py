@@ -36,7 +36,7 @@ from quiver.stages.core.store import Store
 from quiver.stages.model import checkpoints
 from quiver.stages.model.chat.generation_prompt import prefill
 from quiver.stages.turns.saved import messages_of_turn, text_before_calls
-from quiver.stages.turns.statistics import sum_of_each
+from quiver.stages.turns.statistics import FAILURES, sum_of_each
 
 PAIRED = ("dpo", "reward")
 """Formats of pairs."""
@@ -80,6 +80,22 @@ class Options:
     """Conditions that rollouts must meet, as in `Selection`."""
     parquet: bool = False
     """Write Parquet instead of JSON lines."""
+
+    def __post_init__(self) -> None:
+        of_rows = self.format in ("trajectories", "verl")
+        tokenises = self.format in ("dpo", "kto")
+        unused = {
+            "--min-gap": self.min_gap and self.format not in (*PAIRED, "kto"),
+            "--pairs": self.pairs == "all" and self.format not in PAIRED,
+            "--ids": self.ids and (of_rows or tokenises),
+            "Parquet": self.parquet and self.format == "trajectories",
+            "--cut": self.cut != "keep" and of_rows,
+        }
+        for name in filter(unused.get, unused):
+            problem = f"has no use for --as {self.format}"
+            if tokenises and name == "--ids":
+                problem += f": TRL's {self.format.upper()}Trainer tokenises the texts itself"
+            raise ConfigError(name, problem, next="leave it out")
 
 
 @dataclass
@@ -187,7 +203,7 @@ class _Exporter:
             return np.flatnonzero(chosen)
         reasons = self.joined.rollouts.column("finish_reason")
         checks = {
-            "failed": np.array(pc.equal(reasons, "abort")),
+            "failed": self._has_failed,
             "without a prompt": self.joined.places("prompts") < 0,
         }
         if options.cut == "leave-out":
@@ -205,6 +221,16 @@ class _Exporter:
         positions = np.flatnonzero(chosen)
         self._tokenise_again(positions)
         return positions
+
+    @cached_property
+    def _has_failed(self) -> np.ndarray:
+        """[rollouts] bool: the engine gave up, or the environment did not answer."""
+        rollouts = self.joined.rollouts
+        has_failed = pc.equal(rollouts.column("finish_reason"), "abort")
+        if self.has_turns:
+            has_no_answer = pc.is_in(rollouts.column("end_reason"), pa.array(FAILURES))
+            has_failed = pc.or_(has_failed, has_no_answer)
+        return np.array(has_failed)
 
     @cached_property
     def _scores(self) -> np.ndarray:
@@ -282,10 +308,12 @@ class _Exporter:
         beginnings = self._beginnings(rows)
         chats = []
         if not self.has_turns:
-            texts = rows["completion_text"].to_pylist()
-            for beginning, text in zip(beginnings, texts, strict=True):
-                chats.append([{"role": "assistant", "content": beginning + text}])
-            return pa.array(chats, MESSAGES)
+            texts = pc.binary_join_element_wise(
+                pa.array(beginnings, pa.string()), rows["completion_text"].combine_chunks(), ""
+            )
+            roles = pa.repeat("assistant", len(rows))
+            answers = pa.StructArray.from_arrays([roles, texts], fields=[*MESSAGES.value_type])
+            return pa.ListArray.from_arrays(pa.array(range(len(rows) + 1), pa.int32()), answers)
         episodes = rows.select(["rollout_id", "turns"]).to_pylist()
         for beginning, row in zip(beginnings, episodes, strict=True):
             chat: list[Message] = []
@@ -299,24 +327,30 @@ class _Exporter:
 
     def _beginnings(self, rows: pa.Table) -> list[str]:
         """Return the end of each prompt that already belongs to the answer, such as `<think>`."""
-        beginnings = []
-        for messages, text in zip(rows["messages"], rows["prompt_text"].to_pylist(), strict=True):
-            start = self._starts[messages[-1]["role"].as_py()]
-            beginnings.append(prefill(text, start) or "")
-        return beginnings
+        messages = rows["messages"].combine_chunks()
+        ends = np.cumsum(pc.list_value_length(messages)) - 1
+        roles = pc.struct_field(messages.flatten(), "role").take(pa.array(ends))
+        texts = rows["prompt_text"].to_pylist()
+        return [
+            prefill(text, self._starts[role]) or ""
+            for text, role in zip(texts, roles.to_pylist(), strict=True)
+        ]
 
     def _ids(self, name: str, rows: pa.Table) -> dict[str, Any]:
         """Return columns with the ids of prompts and answers, under TRL's names."""
-        prompts = rows["prompt_ids"].combine_chunks()
-        answers = rows["completion_ids"].combine_chunks()
-        if self.options.format in ("dpo", "kto"):
-            return {"prompt_ids": prompts, f"{name}_ids": answers}
-        pairs = list(zip(_arrays(prompts), _arrays(answers), strict=True))
-        both = [np.concatenate(pair) for pair in pairs]
+        both = [rows[name].combine_chunks() for name in ("prompt_ids", "completion_ids")]
+        lengths = np.stack([pc.list_value_length(lists) for lists in both], axis=1)
+        mask = np.repeat(np.tile([0, 1], len(rows)), lengths.ravel())
+        ids = np.empty(len(mask), np.int32)
+        for part, lists in enumerate(both):
+            ids[mask == part] = lists.flatten()
+        offsets = pa.array(np.append(0, lengths.sum(1).cumsum()), pa.int32())
         if self.options.format == "reward":
-            return {f"{name}_ids": both}
-        masks = [np.repeat([0, 1], [len(ids) for ids in pair]) for pair in pairs]
-        return {"input_ids": both, "completion_mask": masks}
+            return {f"{name}_ids": pa.ListArray.from_arrays(offsets, ids)}
+        return {
+            "input_ids": pa.ListArray.from_arrays(offsets, ids),
+            "completion_mask": pa.ListArray.from_arrays(offsets, mask),
+        }
 
     def _lines(self, positions: np.ndarray) -> pa.Table:
         """Return trajectories (see `stages/turns/trajectories.py`)."""
@@ -327,19 +361,27 @@ class _Exporter:
         columns["messages"] = _messages(rows)
         if "tools" in columns:
             columns["tools"] = _as_json(rows["tools"].combine_chunks())
+        has_failed = self._has_failed[positions]
+        columns["finish_reason"] = _aborted(rows["finish_reason"], has_failed)
         if "reward" in columns:  # an import refuses rewards of failed rollouts
-            is_failed = pc.equal(rows["finish_reason"], "abort")
-            columns["reward"] = pc.if_else(is_failed, None, rows["reward"])
+            columns["reward"] = pc.if_else(pa.array(has_failed), None, rows["reward"])
         if self.has_turns:
             turns = rows["turns"].combine_chunks()
-            columns["paid"] = lists_like(turns, pc.struct_field(turns.flatten(), "reward"))
-            numbers = np.full(len(turns.flatten()), np.nan, np.float32)
+            flat = turns.flatten()
+            lengths = pc.list_value_length(turns).to_numpy()
+            columns["paid"] = lists_like(turns, pc.struct_field(flat, "reward"))
+            numbers = np.full(len(flat), np.nan, np.float32)
             if "turn_rewards" in columns:
                 is_scored = np.array(columns["reward"].is_valid())
                 known = columns.pop("turn_rewards").filter(pa.array(is_scored)).combine_chunks()
-                lengths = pc.list_value_length(turns).to_numpy()
                 numbers[np.repeat(is_scored, lengths)] = np.array(known.flatten(), np.float32)
-            columns["turns"] = _with_json(turns, reward=pa.array(numbers, from_pandas=True))
+            is_end_of_failed = np.zeros(len(flat), bool)
+            is_end_of_failed[np.cumsum(lengths)[has_failed] - 1] = True
+            columns["turns"] = _with_json(
+                turns,
+                reward=pa.array(numbers, from_pandas=True),
+                finish_reason=_aborted(pc.struct_field(flat, "finish_reason"), is_end_of_failed),
+            )
         return pa.table(columns)
 
     def _questions(self, positions: np.ndarray) -> pa.Table:
@@ -392,10 +434,9 @@ class _Exporter:
             self.exported.other_ids += is_other
 
 
-def _arrays(lists: pa.ListArray) -> list[np.ndarray]:
-    """Return each list as an array."""
-    ends = np.cumsum(pc.list_value_length(lists))
-    return np.split(lists.flatten().to_numpy(), ends[:-1])
+def _aborted(reasons: pa.Array, is_aborted: np.ndarray) -> pa.Array:
+    """Return finish reasons, with `abort` in some places."""
+    return pc.if_else(pa.array(is_aborted), "abort", reasons)
 
 
 def _as_json(texts: pa.Array) -> pa.Array:

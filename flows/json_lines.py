@@ -15,6 +15,9 @@ import pyarrow.compute as pc
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 """Encodes any other cell; a date becomes its text."""
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
+"""How JSON writes these characters; the backslash comes first."""
+_OTHER_CONTROLS = r"[\x00-\x08\x0b\x0c\x0e-\x1f]"
 _MOST_BYTES = 2**26
 """Bytes of the rows that become text together: the text of a column must stay below 2 GiB."""
 
@@ -25,8 +28,13 @@ def to_lines(table: pa.Table) -> bytes:
         half = len(table) // 2
         return to_lines(table.slice(0, half)) + to_lines(table.slice(half))
     rows = table.combine_chunks().to_struct_array()
-    texts = [text for chunk in rows.chunks for text in json_texts(chunk).to_pylist()]
-    return "".join(f"{text}\n" for text in texts).encode()
+    return b"".join(_lines(json_texts(chunk)) for chunk in rows.chunks)
+
+
+def _lines(texts: pa.Array) -> bytes:
+    """Return texts as lines, without a Python string for each."""
+    (joined,) = pc.binary_join(pa.ListArray.from_arrays([0, len(texts)], texts), "\n")
+    return b"%s\n" % joined.as_buffer()
 
 
 def json_texts(column: pa.Array) -> pa.Array:
@@ -36,10 +44,12 @@ def json_texts(column: pa.Array) -> pa.Array:
     if isinstance(kind, pa.JsonType):
         return column.storage
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
-        return pc.if_else(pc.is_finite(column), column.cast(pa.string()), None)
+        texts = column.cast(pa.string())
+        is_finite = pc.is_finite(column)
+        return texts if pc.all(is_finite).as_py() else pc.if_else(is_finite, texts, None)
     if pa.types.is_list(kind):
         lists = lists_like(column, json_texts(column.flatten()).fill_null("null"))
-        return _framed("[", pc.binary_join(lists, ","), "]", column)
+        return pc.binary_join_element_wise("[", pc.binary_join(lists, ","), "]", "")
     if pa.types.is_struct(kind) and kind.num_fields:
         members = [
             pc.binary_join_element_wise(f",{json.dumps(field.name)}:", json_texts(cells), "")
@@ -50,7 +60,14 @@ def json_texts(column: pa.Array) -> pa.Array:
             *members, "", null_handling="replace", null_replacement=""
         )
         without_comma = pc.binary_replace_slice(text, start=0, stop=1, replacement="")
-        return _framed("{", without_comma, "}", column)
+        texts = pc.binary_join_element_wise("{", without_comma, "}", "")
+        return pc.if_else(column.is_valid(), texts, None) if column.null_count else texts
+    if pa.types.is_string(kind):
+        has_controls = pc.match_substring_regex(column, _OTHER_CONTROLS)
+        if not pc.any(has_controls).as_py():
+            for character, escape in _ESCAPES.items():
+                column = pc.replace_substring(column, character, escape)
+            return pc.binary_join_element_wise('"', column, '"', "")
     cells = column.to_pylist()
     texts = [None if cell is None else _ENCODER.encode(cell) for cell in cells]
     return pa.array(texts, pa.string())
@@ -61,8 +78,3 @@ def lists_like(column: pa.ListArray, values: pa.Array) -> pa.ListArray:
     ends = pc.cumulative_sum(pc.list_value_length(column).fill_null(0))
     offsets = pa.concat_arrays([pa.array([0], pa.int32()), ends])
     return pa.ListArray.from_arrays(offsets, values, mask=column.is_null())
-
-
-def _framed(before: str, texts: pa.Array, after: str, column: pa.Array) -> pa.Array:
-    framed = pc.binary_join_element_wise(before, texts, after, "")
-    return pc.if_else(column.is_valid(), framed, None)

@@ -30,6 +30,15 @@ _OF_DATASETS = "datasets/"
 _FOLDERS = re.compile(r'(?:^|(?<="))[/~][^"]*/')
 """Folders before a file, in a path or in JSON."""
 
+_LOG_IN = "log in by `hf auth login`, or put a token that may write into HF_TOKEN"
+_ADVICE = {
+    401: _LOG_IN,
+    403: _LOG_IN,
+    404: "correct the url: NAME is you, or an organization of yours; and check HF_ENDPOINT",
+    500: "the hub has a problem: push again later",
+}
+"""What to do about an error, by its status; 500 is for all above it too."""
+
 
 def push(store: Store, ref: str, url: str, *, public: bool = False) -> str:
     """Upload a version and return its address. Raises ConfigError or RemoteError."""
@@ -54,10 +63,11 @@ def push(store: Store, ref: str, url: str, *, public: bool = False) -> str:
         operations = [*additions, *deletions(additions, api.list_repo_files(**repo))]
         api.create_commit(**repo, operations=operations, commit_message=str(version.ref))
     except (HTTPError, OSError, ValueError) as error:
+        status = getattr(getattr(error, "response", None), "status_code", None)
         raise RemoteError(
             f"hub {printable(api.endpoint)}",
             reason(error),
-            next=f"check {printable(url)}, HF_ENDPOINT and HF_TOKEN, then push again",
+            next=_ADVICE.get(min(status or 0, 500), "check HF_ENDPOINT, then push again"),
         ) from error
     return f"{api.endpoint}/{name}"
 

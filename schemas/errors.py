@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import re
 from collections.abc import Iterable
 
 SYSTEM_REASONS = {
@@ -52,13 +53,15 @@ _SHORTAGES = (
     "can't start new thread",
     "Resource temporarily unavailable",  # a process, beyond `ulimit -u`
 )
+_UNUSUAL = re.compile(r"[^ -~]")
+_UNUSUAL_IN_LINES = re.compile(r"[^ -~\n\t]")
 UNCHANGED = "nothing was changed."
 """Default state of an error: it was found before anything was done."""
 
 
 def printable(text: object, limit: int = 200) -> str:
     """Make foreign text safe for a terminal: escape control characters, cut at `limit`."""
-    escaped = "".join(map(_escaped, str(text)[: limit + 1]))
+    escaped = _UNUSUAL.sub(_escaped, str(text)[: limit + 1])
     return escaped if len(escaped) <= limit else escaped[: limit - 1] + "…"
 
 
@@ -96,10 +99,11 @@ def for_terminal(text: object) -> str:
 
     No character in them can move the cursor, or change colours or the writing direction.
     """
-    return "".join(c if c in "\n\t" else _escaped(c) for c in str(text))
+    return _UNUSUAL_IN_LINES.sub(_escaped, str(text))
 
 
-def _escaped(character: str) -> str:
+def _escaped(found: re.Match[str]) -> str:
+    character = found[0]
     if character.isprintable():
         return character
     return character.encode("unicode_escape", "surrogatepass").decode()

@@ -10,12 +10,9 @@ from typing import Annotated, Literal
 import typer
 
 from quiver.flows.look.words import counted, size
-from quiver.schemas.errors import ConfigError
 
 from .next_step import program, set_options
 from .shared import ReadReference, StorePath, open_store, say
-
-_FOR_PAIRS = ("dpo", "reward")
 
 
 def export(
@@ -45,20 +42,9 @@ def export(
     from quiver.flows.exporting import export as write
 
     is_parquet = parquet or out.suffix == ".parquet"
-    unused = {
-        "--min-gap": min_gap and format not in (*_FOR_PAIRS, "kto"),
-        "--pairs": pairs == "all" and format not in _FOR_PAIRS,
-        "--ids": ids and format in ("trajectories", "verl"),
-        "Parquet": is_parquet and format == "trajectories",
-        "--cut": cut != "keep" and format in ("trajectories", "verl"),
-    }
-    for name, is_unused in unused.items():
-        if is_unused:
-            raise ConfigError(name, f"has no use for --as {format}", next="leave it out")
+    options = Options(format, min_gap, pairs, cut, ids, where, is_parquet)
     opened = open_store(store)
-    done = write(
-        opened, ref, out, Options(format, min_gap, pairs, cut, ids, where, parquet=is_parquet)
-    )
+    done = write(opened, ref, out, options)
     num_bytes = out.stat().st_size
     lines = [f"{done.ref} as {format}: {counted(done.rows, 'row')} in {out} ({size(num_bytes)})"]
     left_out = [f"{count:,} {why}" for why, count in done.left_out.items() if count]

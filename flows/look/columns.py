@@ -12,7 +12,7 @@ from quiver.schemas.errors import ConfigError, did_you_mean, printable
 from quiver.schemas.plain import flatten
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.listing import manifest_fields
+from quiver.stages.core.store.listing import read_fields
 from quiver.stages.core.threads import map_in_threads
 
 Leaves = dict[str, Any]
@@ -20,7 +20,7 @@ Leaves = dict[str, Any]
 
 
 def configs_of(store: Store, refs: Iterable[Ref]) -> list[Leaves]:
-    """Return the config of each version; empty if its manifest is damaged."""
+    """Return the config of each version; empty if its manifest is damaged or missing."""
 
     # most versions of a run share their config with others
     @cache
@@ -28,7 +28,7 @@ def configs_of(store: Store, refs: Iterable[Ref]) -> list[Leaves]:
         return flatten(json.loads(config), stage)
 
     def read(ref: Ref) -> Leaves:
-        fields = manifest_fields(store.storage.read(f"{ref.folder}/manifest.json"))
+        fields = read_fields(store.storage, ref)
         return leaves_of(fields["stage"], json.dumps(fields["config"])) if fields else {}
 
     return map_in_threads(read, refs)
@@ -39,7 +39,7 @@ def differing(configs: Sequence[Leaves]) -> list[str]:
     values: dict[str, set[str]] = defaultdict(set)
     num_having: Counter[str] = Counter()
     num_of_stage: Counter[str] = Counter()
-    for config in configs:
+    for config in {id(config): config for config in configs}.values():
         num_of_stage.update({key.partition(".")[0] for key in config})
         num_having.update(config.keys())
         for key, value in config.items():
@@ -63,7 +63,7 @@ def picked(configs: Sequence[Leaves], names: Sequence[str]) -> list[Leaves]:
     }
     for name, keys in ends.items():
         for config in configs:
-            fitting = [key for key in config if key in keys]
+            fitting = sorted(keys & config.keys())
             if len(fitting) > 1:
                 problem = f"several keys end so: {', '.join(map(printable, fitting))}"
                 raise ConfigError(f"--columns {printable(name)}", problem, next="name a whole key")

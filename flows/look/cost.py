@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from quiver.schemas.errors import CorruptError, LineageError, printable
+from quiver.schemas.errors import LineageError, printable
 from quiver.schemas.refs import KINDS, Ref, as_version
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.listing import manifest_fields
+from quiver.stages.core.store.listing import read_fields
 from quiver.stages.core.threads import map_in_threads
 
 from .lineage import BESIDE_A_POLICY
@@ -71,8 +71,7 @@ def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
     ]
     if not refs:
         raise LineageError(f"run {printable(run)}", "has no versions", next="quiver ls")
-    keys = [f"{ref.folder}/manifest.json" for ref in refs]
-    read = map_in_threads(lambda key: _fields(store, key), keys)
+    read = map_in_threads(partial(read_fields, store.storage), refs)
     versions = [fields for fields in read if fields is not None]
     iterations = _iterations(versions) if by == "iteration" else {}
     groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
@@ -95,13 +94,6 @@ def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
         "unmeasured": sum(not one.get("usage") for one in versions if _is_last(one)),
         "unreadable": len(refs) - len(versions),
     }
-
-
-def _fields(store: Store, key: str) -> dict[str, Any] | None:
-    """Return the fields of a manifest; None if it is damaged or missing."""
-    with suppress(OSError, CorruptError):
-        return manifest_fields(store.storage.read(key))
-    return None
 
 
 def _is_last(fields: Mapping[str, Any]) -> bool:

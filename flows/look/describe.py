@@ -11,6 +11,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import CorruptError, LineageError, printable
@@ -18,10 +19,11 @@ from quiver.schemas.manifest import Manifest
 from quiver.schemas.metrics import score_numbers
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, Version
-from quiver.stages.core.store.listing import Summary
+from quiver.stages.core.store.listing import Summary, read_fields
+from quiver.stages.core.threads import map_in_threads
 
 from .episodes import Piece, in_words, numbers_of, pieces_of
-from .gather import STEP_COLUMNS, Manifests, metric
+from .gather import STEP_COLUMNS, Manifests
 from .joined import open_joined, prompt_fields
 from .lineage import sources_of
 from .shards import Shards
@@ -212,17 +214,20 @@ def listed(store: Store, entries: Iterable[tuple[Ref, Summary]]) -> list[Listed]
     tags: dict[str, list[str]] = {}
     for run in {ref.run for ref, _ in entries}:
         tags |= tags_of(store, run)
+    scored = [
+        ref for ref, entry in entries if ref.kind in ("rewards", "evaluations") and not entry.error
+    ]
     scores: dict[str, str] = {}
-    for ref, entry in entries:
-        if ref.kind in ("rewards", "evaluations") and not entry.error:
-            with suppress(CorruptError, PermissionError):  # `verify` reports it
-                manifest = store.version(ref).manifest
-                if ref.kind == "evaluations":
-                    policy = manifest.model("policy")
-                    scores[policy.ref if policy else ""] = score_of(manifest.metrics)
-                    scores[str(ref)] = score_of(manifest.metrics)
-                elif (mean := metric(manifest, "reward_mean")) is not None:
-                    scores[str(ref)] = number(mean)
+    manifests = map_in_threads(partial(read_fields, store.storage), scored)
+    for ref, fields in zip(scored, manifests, strict=True):
+        if fields is None:  # `verify` reports it
+            continue
+        metrics = fields["metrics"]
+        if ref.kind == "evaluations":
+            policies = [model["ref"] for model in fields["models"] if model["role"] == "policy"]
+            scores.update(dict.fromkeys([str(ref), *policies], score_of(metrics)))
+        elif metrics.get("reward_mean") is not None:
+            scores[str(ref)] = number(metrics["reward_mean"])
     return [
         Listed(entry.error)
         if entry.error

@@ -19,6 +19,8 @@ In = TypeVar("In")
 Out = TypeVar("Out")
 
 _PARSER = threading.Lock()
+_MOST_TASKS = 1000
+"""Most tasks that the inputs are split into: a task costs as much as reading a small file."""
 
 
 def map_in_threads(function: Callable[[In], Out], inputs: Iterable[In]) -> list[Out]:
@@ -30,8 +32,11 @@ def map_in_threads(function: Callable[[In], Out], inputs: Iterable[In]) -> list[
     inputs = list(inputs)
     if len(inputs) < 2:
         return list(map(function, inputs))
+    size = 1 + len(inputs) // _MOST_TASKS
+    groups = [inputs[start : start + size] for start in range(0, len(inputs), size)]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(function, inputs))
+        results = pool.map(lambda group: list(map(function, group)), groups)
+        return [result for group in results for result in group]
 
 
 def parse_python(source: str | bytes) -> ast.Module:

@@ -105,14 +105,10 @@ def test_conditions_choose_answers_to_imitate(made, tmp_path):
 
 def test_exact_ids_stand_beside_the_texts(made, tmp_path):
     rollouts = {row["completion_text"]: row for row in made[1].rollouts.table().to_pylist()}
-    (tmp_path / "dpo").mkdir()
-    for row in written(made, tmp_path / "dpo", "dpo", ids=True):
+    for row in written(made, tmp_path, "reward", ids=True):
         for name in ("chosen", "rejected"):
             rollout = rollouts[row[name][0]["content"]]
-            assert row[f"{name}_ids"] == rollout["completion_ids"]
-            assert row["prompt_ids"] == rollout["prompt_ids"]
-    first = written(made, tmp_path, "reward", ids=True)[0]
-    assert first["chosen_ids"] == rollouts["12"]["prompt_ids"] + rollouts["12"]["completion_ids"]
+            assert row[f"{name}_ids"] == rollout["prompt_ids"] + rollout["completion_ids"]
 
 
 def test_answers_that_become_other_ids_are_counted(tmp_path):
@@ -188,6 +184,27 @@ def test_episodes_are_conversations_with_calls_of_tools(tmp_path, name):
     assert [message["content"] for message in messages[2:]] == ["three?", "no", "four"]
 
 
+def test_failed_episodes_are_no_demonstrations(tmp_path):
+    """They come back from an import as failed, so a reward does not score them."""
+    store = Store(tmp_path / "store")
+    made = exported.make(store, tmp_path)
+    asked = made.prompts.table()["prompt_ids"][0].as_py()
+    rows = [
+        episodes.row(f"q0-{index}", [episodes.turn(1, text=end)], prompt_ids=asked, end_reason=end)
+        for index, end in enumerate(["answered", "timeout", "environment_error", "max_turns"])
+    ]
+    rollouts = episodes.write(store, made.policy, rows, prompts=made.prompts)
+    done = export(store, str(rollouts.ref), tmp_path / "sft.jsonl", Options("sft"))
+    texts = [row["completion"][0]["content"] for row in rows_of(tmp_path / "sft.jsonl")]
+    assert texts == ["answered", "max_turns"]
+    assert done.left_out["failed"] == 2
+    export(store, str(rollouts.ref), tmp_path / "all.jsonl", Options("trajectories"))
+    path = tmp_path / "all.jsonl"
+    commands.import_(path, str(made.policy.ref), into="back", store=str(store.url))
+    ends = store.open("back/rollouts@1").table()["end_reason"].to_pylist()
+    assert ends == ["answered", "environment_error", "environment_error", "answered"]
+
+
 def test_verls_prompts_have_what_its_dataset_reads(made, tmp_path):
     store, versions = made
     path = tmp_path / "verl.parquet"
@@ -227,9 +244,9 @@ def test_verl_gets_the_run_for_a_missing_data_source(tmp_path, monkeypatch):
 
 def test_parquet_has_the_rows_of_the_lines(made, tmp_path):
     store, versions = made
-    lines = written(made, tmp_path, "kto", ids=True)
-    path = tmp_path / "kto.parquet"
-    export(store, str(versions.rewards.ref), path, Options("kto", ids=True, parquet=True))
+    lines = written(made, tmp_path, "reward", ids=True)
+    path = tmp_path / "reward.parquet"
+    export(store, str(versions.rewards.ref), path, Options("reward", ids=True, parquet=True))
     assert pq.read_table(path).to_pylist() == lines
 
 
@@ -349,6 +366,7 @@ def test_imported_prompts_keep_chat_and_columns(made, tmp_path):
         (["--as", "sft", "--min-gap", "0.5"], "--min-gap"),
         (["--as", "kto", "--pairs", "all"], "--pairs"),
         (["--as", "verl", "--ids"], "--ids"),
+        (["--as", "dpo", "--ids"], "DPOTrainer tokenises"),
         (["--as", "trajectories", "--parquet"], "Parquet"),
         (["--as", "dpo", "--min-gap", "2"], "3 without a difference"),
     ],

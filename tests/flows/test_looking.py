@@ -300,3 +300,14 @@ def test_ls_shows_the_keys_that_differ_and_those_that_are_named(noted, in_json):
     ]
     with pytest.raises(ConfigError, match="only one of these can be given"):
         versions.ls(store=noted.url, columns="rows", differing=True)
+
+
+def test_ls_has_no_keys_of_a_manifest_that_was_lost_since_it_was_read(noted, tmp_path, in_json):
+    store = Store(shutil.copytree(noted.url, tmp_path / "store"))
+    in_json(versions.ls, store=store.url)
+    (tmp_path / "store/bench/rewards/v000002/manifest.json").unlink()
+    answer = in_json(versions.ls, store=store.url, columns="functions.0.use")["versions"]
+    assert [row["columns"] for row in answer if "rewards" in row["ref"]] == [
+        {"functions.0.use": "repetition"},
+        {},
+    ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import yaml
@@ -82,12 +84,47 @@ def test_rows_go_to_a_repository_of_datasets(made, url):
         push(store, str(versions.rollouts.ref), url)
 
 
-def test_a_hub_that_does_not_answer_is_named(made, monkeypatch):
+@pytest.fixture
+def hub():
+    """A hub on this host that answers each request with its `status`; 0 drops the connection."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            if self.server.status:
+                self.send_response(self.server.status)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+            self.close_connection = True
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "status, said, advice",
+    [
+        (401, "401", "HF_TOKEN"),
+        (403, "403", "HF_TOKEN"),
+        (404, "404", "correct the url"),
+        (500, "500", "later"),
+        (0, "disconnected", "HF_ENDPOINT"),
+    ],
+)
+def test_an_error_of_the_hub_says_what_to_do(made, hub, monkeypatch, status, said, advice):
     from huggingface_hub import constants
 
     store, versions = made
+    hub.status = status
+    endpoint = f"http://127.0.0.1:{hub.server_port}"
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     with pytest.raises(RemoteError) as caught:
         push(store, str(versions.rollouts.ref), "hf://datasets/me/repo")
-    assert caught.value.object == "hub http://127.0.0.1:9"
+    assert caught.value.object == f"hub {endpoint}"
+    assert said in caught.value.message
+    assert advice in caught.value.next

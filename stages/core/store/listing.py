@@ -178,6 +178,13 @@ class Listing:
         return Summary(number, error=f"{error.code} {error.object}: {error.message}")
 
 
+def read_fields(storage: Storage, ref: Ref) -> dict[str, Any] | None:
+    """Read the fields of a version's manifest; None if it is damaged or missing."""
+    with suppress(OSError, CorruptError):
+        return manifest_fields(storage.read(f"{ref.folder}/manifest.json"))
+    return None
+
+
 def manifest_fields(raw: bytes) -> dict[str, Any] | None:
     """Read the fields of a whole manifest without building it; None if that does not work.
 
