@@ -19,8 +19,8 @@ from quiver.schemas.metrics import score_numbers
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.listing import Summary
-from quiver.stages.evaluate.statistics import CONFIDENCE, student_quantile
 
+from .comparisons import interval_of
 from .episodes import Piece, in_words, numbers_of, pieces_of
 from .gather import STEP_COLUMNS, Manifests, metric
 from .joined import open_joined, prompt_fields
@@ -114,18 +114,14 @@ def wrapped(
 
 
 def score_line(metrics: Mapping[str, Any]) -> str:
-    """Return the score of an evaluation or of a difference, with its 95 % interval."""
-    score, stderr = metrics["score"], metrics["stderr"]
+    """Return the score of an evaluation or of a difference, with its 95 % interval, which a single
+    prompt does not have."""
     prompts = counted(metrics["n"], "prompt")
-    if stderr is None:
-        return f"{number(score)} over {prompts}"
-    half = student_quantile((1 + CONFIDENCE) / 2, metrics["n"] - 1) * stderr
-    # an evaluation made by an earlier Quiver has no interval
-    low, high = metrics.get("interval") or (score - half, score + half)
-    return (
-        f"{score:.4f} ± {stderr:.4f} (standard error), 95 % interval "
-        f"{low:.4f} … {high:.4f}, over {prompts}"
-    )
+    interval = metrics.get("interval")
+    if metrics["stderr"] is None or not interval:
+        return f"{number(metrics['score'])} over {prompts}"
+    error = f"{metrics['score']:.4f} ± {metrics['stderr']:.4f} (standard error)"
+    return f"{error}, 95 % interval {interval_of(interval)}, over {prompts}"
 
 
 def tags_of(store: Store, run: str) -> dict[str, list[str]]:
