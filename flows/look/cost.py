@@ -48,7 +48,8 @@ def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
     """Return what the versions of a run cost.
 
     Args:
-        by: "stage", "iteration" or "day". An iteration is the number of the policy that was trained or measured.
+        by: "stage", "iteration" or "day". An iteration is the number of the policy that was trained
+            or measured.
 
     Returns:
         run, by: the arguments

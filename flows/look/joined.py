@@ -20,7 +20,6 @@ import operator
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache, cached_property, partial, reduce
@@ -497,8 +496,8 @@ def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> 
         else the newest that was made from `source`."""
         if manifest.kind == kind and (not model or manifest.model(model)):
             return version
-        if manifest.input(model or kind):
-            return _named(store, manifest, model or kind, kind)
+        if entry := manifest.input(model or kind):
+            return _named(store, manifest, entry.ref, kind)
         return _newest(store, source, kind, made_as, model) if source else None
 
     rollouts = behind("rollouts", version if manifest.kind == "prompts" else None, "prompts")
@@ -507,17 +506,16 @@ def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> 
             str(version.ref), "it was not made from rollouts", next=f"quiver show {version.ref}"
         )
     rewards = behind("rewards", rollouts)
-    if manifest.kind == "policy" and "advantages" in manifest.metrics:
-        advantages = _opened(store, manifest.metrics["advantages"])
-        if advantages is not None and advantages.ref.kind != "advantages":
-            advantages = None
+    if manifest.kind == "policy" and manifest.metrics.get("advantages"):
+        advantages = _named(store, manifest, manifest.metrics["advantages"], "advantages")
     elif rewards:
         advantages = behind("advantages", rewards, "rewards")
     else:
         advantages = behind("advantages", rollouts)
+    prompts = rollouts.manifest.input("prompts")
     versions = {
         "rollouts": rollouts,
-        "prompts": _named(store, rollouts.manifest, "prompts"),
+        "prompts": _named(store, rollouts.manifest, prompts.ref, "prompts") if prompts else None,
         "rewards": rewards,
         "evaluations": behind("evaluations", None),
         "advantages": advantages,
@@ -533,27 +531,18 @@ def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> 
     return Joined(store, version.ref, shards)
 
 
-def _opened(store: Store, ref: str | None) -> Version | None:
-    """Return the version if it exists and its rows have not expired."""
-    with suppress(LineageError):
-        return store.open(ref) if ref else None
-    return None
+def _named(store: Store, manifest: Manifest, ref: str, kind: str) -> Version | None:
+    """Return a version that `manifest` names; None if it is gone, or its rows are.
 
-
-def _named(store: Store, manifest: Manifest, role: str, kind: str = "") -> Version | None:
-    """Return the input of `manifest` that has this role; `kind` defaults to the role.
-
-    Raises LineageError if the input is a version of another kind.
+    Raises LineageError if it is a version of another kind.
     """
-    entry = manifest.input(role)
-    version = _opened(store, entry.ref if entry else None)
-    if version is not None and version.ref.kind != (kind or role):
-        next = f"quiver lineage {manifest.ref}"
-        raise LineageError(
-            manifest.ref,
-            f"its {role} must be a version of {kind or role}, found {version.ref}",
-            next=next,
-        )
+    try:
+        version = store.open(ref)
+    except LineageError:
+        return None
+    if version.ref.kind != kind:
+        problem = f"its {kind} must be a version of {kind}, found {version.ref}"
+        raise LineageError(manifest.ref, problem, next=f"quiver lineage {manifest.ref}")
     return version
 
 
