@@ -71,9 +71,13 @@ def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
     ]
     if not refs:
         raise LineageError(f"run {printable(run)}", "has no versions", next="quiver ls")
-    keys = [f"{ref.folder}/manifest.json" for ref in refs]
-    read = map_in_threads(lambda key: _fields(store, key), keys)
-    versions = [fields for fields in read if fields is not None]
+
+    def read(ref: Ref) -> dict[str, Any] | None:
+        with suppress(OSError, CorruptError):
+            return manifest_fields(store.storage.read(f"{ref.folder}/manifest.json"))
+        return None
+
+    versions = list(filter(None, map_in_threads(read, refs)))
     iterations = _iterations(versions) if by == "iteration" else {}
     groups: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for fields in versions:
@@ -95,13 +99,6 @@ def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
         "unmeasured": sum(not one.get("usage") for one in versions if _is_last(one)),
         "unreadable": len(refs) - len(versions),
     }
-
-
-def _fields(store: Store, key: str) -> dict[str, Any] | None:
-    """Return the fields of a manifest; None if it is damaged or missing."""
-    with suppress(OSError, CorruptError):
-        return manifest_fields(store.storage.read(key))
-    return None
 
 
 def _is_last(fields: Mapping[str, Any]) -> bool:

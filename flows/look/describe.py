@@ -9,6 +9,7 @@ All of it may be foreign text: the caller must escape control characters before 
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from quiver.stages.core.store.listing import Summary
 
 from .comparisons import interval_of
 from .episodes import Piece, in_words, numbers_of, pieces_of
-from .gather import STEP_COLUMNS, Manifests, metric
+from .gather import STEP_COLUMNS, Manifests, metric, read_tags
 from .joined import open_joined, prompt_fields
 from .lineage import sources_of
 from .shards import Shards
@@ -125,13 +126,10 @@ def score_line(metrics: Mapping[str, Any]) -> str:
 
 
 def tags_of(store: Store, run: str) -> dict[str, list[str]]:
-    """Return the tags of a run by the reference that they hold. Damaged or unreadable tags are
-    skipped; `verify` reports them."""
-    tags: dict[str, list[str]] = {}
-    with suppress(CorruptError, PermissionError):
-        for name in store.tag_names(run):
-            with suppress(CorruptError, PermissionError):
-                tags.setdefault(store.tagged(run, name) or "", []).append(name)
+    """Return the tags of a run by the reference that they hold."""
+    tags: dict[str, list[str]] = defaultdict(list)
+    for name, ref in read_tags(store, run, store.tagged).items():
+        tags[ref].append(name)
     return tags
 
 
