@@ -185,7 +185,7 @@ class Joined:
         for kind in ("prompts", "rewards", "evaluations", "advantages"):
             if kind not in self.shards:
                 continue
-            partners = self.shards[kind].take(self.places(kind, positions))
+            partners = self.shards[kind].take(self.places(kind)[positions])
             if kind == "prompts":
                 partners = partners.append_column("prompt", _last_messages(partners))
             for name in partners.column_names:
@@ -200,24 +200,22 @@ class Joined:
     def places(self, kind: str, positions: np.ndarray | None = None) -> np.ndarray:
         """Return int64 [positions]: the position of each rollout's partner of this kind, −1 if
         there is none. Default: for all rollouts."""
-        if kind not in self._places:
-            shards = self.shards[kind]
-            asked = np.arange(len(self)) if positions is None else positions
-            # if no row is missing or moved, a partner lies as far through its version
-            share = asked / max(len(self), 1)
-            places = (share * len(shards)).round(6).astype(np.int64)
-            places = np.minimum(places, len(shards) - 1)
-            ids = self.rollouts.take(asked, [shards.key])
-            is_found = shards.take(places, [shards.key]).equals(ids)
-            if is_found and positions is not None:
-                return places
-            if not is_found:
-                all_ids = self.rollouts.column(shards.key)
-                found = pc.index_in(all_ids, value_set=shards.column(shards.key).combine_chunks())
-                places = found.fill_null(-1).to_numpy().astype(np.int64)
+        if kind in self._places:
+            places = self._places[kind]
+            return places if positions is None else places[positions]
+        shards = self.shards[kind]
+        asked = np.arange(len(self)) if positions is None else positions
+        # if no row is missing or moved, a partner lies as far through its version
+        share = asked / max(len(self), 1)
+        places = np.minimum((share * len(shards)).round(6).astype(np.int64), len(shards) - 1)
+        ids = self.rollouts.take(asked, [shards.key])
+        if not shards.take(places, [shards.key]).equals(ids):
+            all_ids = shards.column(shards.key).combine_chunks()
+            found = pc.index_in(ids[shards.key], value_set=all_ids)
+            places = found.fill_null(-1).to_numpy().astype(np.int64)
+        if positions is None:
             self._places[kind] = places
-        places = self._places[kind]
-        return places if positions is None else places[positions]
+        return places
 
     def tokens(self, position: int) -> Tokens:
         """Return the completion at `position`, token by token."""
