@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -41,7 +41,7 @@ def run(
         int | None, typer.Option(help="number of iterations, instead of the recipe's")
     ] = None,
     first: Annotated[
-        str | None,
+        Literal[*CHAIN] | None,
         typer.Option("--from", help="make the versions of this stage and of all later ones again"),
     ] = None,
     dry_run: Annotated[
@@ -53,12 +53,6 @@ def run(
 ) -> None:
     """Run a whole recipe; resumes by itself. Prompt, generate, reward and optimize repeat, with an
     evaluation before and after."""
-    if first and first not in CHAIN:
-        raise ConfigError(
-            f"--from {printable(first)}",
-            f"expected one of {', '.join(CHAIN)}",
-            next="correct --from",
-        )
     settings = settings or []
     length = [] if iterations is None else [f"iterations={iterations}"]
     loaded = read_recipe(recipe, [*settings, *length], store)
