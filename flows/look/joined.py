@@ -208,10 +208,10 @@ class Joined:
         # if no row is missing or moved, a partner lies as far through its version
         share = asked / max(len(self), 1)
         places = np.minimum((share * len(shards)).round(6).astype(np.int64), len(shards) - 1)
-        ids = self.rollouts.take(asked, [shards.key])
-        if not shards.take(places, [shards.key]).equals(ids):
+        ids = self.rollouts.take(asked, [shards.key])[shards.key]
+        if not shards.take(places, [shards.key])[shards.key].equals(ids):
             all_ids = shards.column(shards.key).combine_chunks()
-            found = pc.index_in(ids[shards.key], value_set=all_ids)
+            found = pc.index_in(ids, value_set=all_ids)
             places = found.fill_null(-1).to_numpy().astype(np.int64)
         if positions is None:
             self._places[kind] = places

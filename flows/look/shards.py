@@ -40,7 +40,7 @@ class Shards:
         """Column of the ids by which rollouts find their partners here."""
         self._entries = version.manifest.files
         num_rows = sum(entry.rows for entry in self._entries)
-        if num_rows != version.manifest.rows:
+        if num_rows != version.manifest.rows or not self._entries:
             problem = f"its files have {num_rows} rows, the version {version.manifest.rows}"
             raise version.corrupt("manifest.json", problem)
         if most_bytes is not None:
@@ -72,22 +72,20 @@ class Shards:
 
         Only the shards that have these rows are read. All rows in order are not copied.
         """
-        columns = columns or self.schema.names
         if np.array_equal(positions, np.arange(len(self))):
-            shards = self._map(range(len(self._entries)))
-            return pa.concat_tables([shard.select(columns) for shard in shards])
+            return pa.concat_tables(self._map(range(len(self._entries)), columns))
         # on many chunks, Arrow's `take` would copy the whole table: take from shards one by one
         needed = np.unique(positions[positions >= 0])
         indices, firsts = np.unique(
             np.searchsorted(self._ends, needed, side="right"), return_index=True
         )
-        parts = [self.schema.empty_table().select(columns)]
-        for index, shard, mine in zip(
-            indices, self._map(indices), np.split(needed, firsts)[1:], strict=True
-        ):
+        shards = self._map(indices, columns)
+        parts = []
+        for index, shard, mine in zip(indices, shards, np.split(needed, firsts)[1:], strict=True):
             offsets = mine - (self._ends[index] - len(shard))
-            stretch = shard.select(columns).slice(offsets[0], offsets[-1] - offsets[0] + 1)
+            stretch = shard.slice(offsets[0], offsets[-1] - offsets[0] + 1)
             parts.append(stretch.combine_chunks().take(offsets - offsets[0]))
+        parts = parts or [self._map([0], columns)[0].slice(0, 0)]
         taken = pa.concat_tables(parts).combine_chunks()
         return taken.take(pa.array(np.searchsorted(needed, positions), mask=positions < 0))
 
@@ -95,12 +93,15 @@ class Shards:
         """Return a column of all shards, mapped into memory. [rows]"""
         return self.take(np.arange(len(self)), [name])[name]
 
-    def _map(self, indices: Sequence[int] | np.ndarray) -> list[pa.Table]:
-        """Return these shards; those that are not mapped yet are checked and mapped."""
+    def _map(
+        self, indices: Sequence[int] | np.ndarray, columns: list[str] | None = None
+    ) -> list[pa.Table]:
+        """Return columns of these shards; those that are not mapped yet are checked and mapped."""
         missing = [index for index in indices if index not in self._mapped]
         for start in range(0, len(missing), _AT_ONCE):
             self._read(missing[start : start + _AT_ONCE])
-        return [self._mapped[index] for index in indices]
+        shards = [self._mapped[index] for index in indices]
+        return [shard.select(columns) for shard in shards] if columns else shards
 
     def _read(self, indices: list[int]) -> None:
         # a copy of the version with these files alone, so that the ordinary reader checks them
