@@ -86,24 +86,24 @@ OPTIONS = {"verify": {"--store"}, "reward": {"--store", "--set"}, "rewards": {"-
 def test_a_command_is_completed_with_what_was_given(said, expected, monkeypatch, tmp_path):
     monkeypatch.delenv("QUIVER_STORE", raising=False)
     called = Called(store="my store", recipe=Path("r.toml"), settings=("run=my run",))
-    assert complete(said, called, lambda name: OPTIONS.get(name, set())) == expected
-    assert complete(said, Called(), lambda name: OPTIONS.get(name, set())) == said
+    assert complete(said, called, OPTIONS) == expected
+    assert complete(said, Called(), OPTIONS) == said
     if said == "quiver verify a/b@1":
         monkeypatch.setattr("sys.argv", ["my folder/bin/quiver", "ls"])
-        assert (
-            complete(said, called, lambda name: set()) == "'my folder/bin/quiver' verify a/b@1"
-        ), "as it was called"
+        assert complete(said, called, {}) == "'my folder/bin/quiver' verify a/b@1", (
+            "as it was called"
+        )
         (tmp_path / "bin").mkdir()
         (tmp_path / "bin/quiver").write_text("")
         (tmp_path / "bin/quiver").chmod(0o755)
         monkeypatch.setattr("sys.argv", [str(tmp_path / "bin/quiver"), "ls"])
         monkeypatch.chdir(tmp_path)
-        assert complete(said, called, lambda name: set()) == "bin/quiver verify a/b@1"
+        assert complete(said, called, {}) == "bin/quiver verify a/b@1"
         monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
-        assert complete(said, called, lambda name: set()) == "quiver verify a/b@1"
+        assert complete(said, called, {}) == "quiver verify a/b@1"
         monkeypatch.setattr("sys.argv", ["pytest"])
-        assert complete(said, Called(store="store"), OPTIONS.get) == said, (
+        assert complete(said, Called(store="store"), OPTIONS) == said, (
             "the command finds that one by itself"
         )
         monkeypatch.setenv("QUIVER_STORE", "my store")
-        assert complete(said, called, OPTIONS.get) == said
+        assert complete(said, called, OPTIONS) == said

@@ -1,7 +1,7 @@
 """Shell completion for words that are not finished: references, runs, tags, keys.
 
-A completer only reads, and offers nothing if it cannot. `quiver --install-completion` makes the
-shell ask.
+A completer only reads, and offers nothing if it cannot. Of what it returns, typer offers the words
+that begin as typed. `quiver --install-completion` makes the shell ask.
 """
 
 from __future__ import annotations
@@ -40,28 +40,26 @@ def references(context: typer.Context, incomplete: str) -> list[str]:
             continue
         newest = numbers[::-1][:_MOST_VERSIONS]
         offered += [f"{dataset}@{version}" for version in [*["latest"][: len(newest)], *newest]]
-        offered += [tag for tag in tags(context, incomplete) if tag.startswith(f"{dataset}@")]
-    return [name for name in offered if name.startswith(incomplete)]
+        offered += [tag for tag in tags(context) if tag.startswith(f"{dataset}@")]
+    return offered
 
 
-def datasets(context: typer.Context, incomplete: str) -> list[str]:
+def datasets(context: typer.Context) -> list[str]:
     """Offer only `arith/rollouts`, to which versions are added."""
-    names = (f"{run}/{kind}" for store, run, kind in _kinds(context) if store.numbers(run, kind))
-    return [name for name in names if name.startswith(incomplete)]
+    return [f"{run}/{kind}" for store, run, kind in _kinds(context) if store.numbers(run, kind)]
 
 
-def runs(context: typer.Context, incomplete: str) -> list[str]:
+def runs(context: typer.Context) -> list[str]:
     """Offer names of runs."""
-    names = dict.fromkeys(run for _, run, _ in _kinds(context))
-    return [run for run in names if run.startswith(incomplete)]
+    return list(dict.fromkeys(run for _, run, _ in _kinds(context)))
 
 
 def runs_and_references(context: typer.Context, incomplete: str) -> list[str]:
     """Offer names of runs until a slash is typed, then the same as `references`."""
-    return (references if "/" in incomplete else runs)(context, incomplete)
+    return references(context, incomplete) if "/" in incomplete else runs(context)
 
 
-def tags(context: typer.Context, incomplete: str) -> list[str]:
+def tags(context: typer.Context) -> list[str]:
     """Offer tags such as `arith/policy@prod`."""
     offered = []
     with suppress(QuiverError):
@@ -69,24 +67,23 @@ def tags(context: typer.Context, incomplete: str) -> list[str]:
             for name in store.tag_names(run):
                 if (store.tagged(run, name) or "").startswith(f"{run}/{kind}@"):
                     offered.append(f"{run}/{kind}@{name}")
-    return [name for name in offered if name.startswith(incomplete)]
+    return offered
 
 
-def settings(incomplete: str) -> list[str]:
+def settings() -> list[str]:
     """Offer keys such as `optimize.learning_rate=`, for --set."""
     from quiver.flows import keys
 
-    names = (key.name for section in keys.sections() for key in section.keys)
-    return [f"{name}=" for name in names if name.startswith(incomplete)]
+    return [f"{key.name}=" for section in keys.sections() for key in section.keys]
 
 
-def sections_and_keys(incomplete: str) -> list[str]:
+def sections_and_keys() -> list[str]:
     """Offer sections and keys, such as `optimize` and `optimize.learning_rate`."""
     from quiver.flows import keys
 
     names = [section.name for section in keys.sections()]
     names += [key.name for section in keys.sections() for key in section.keys]
-    return [name for name in dict.fromkeys(names) if name and name.startswith(incomplete)]
+    return list(filter(None, dict.fromkeys(names)))
 
 
 def _kinds(context: typer.Context) -> Iterator[tuple[Store, str, str]]:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quiver import flows
-from quiver.flows.look.words import counted
 from quiver.schemas.errors import CorruptError, for_terminal, printable
 
 from . import completion
-from .shared import ReadReference, Reference, StorePath, open_store, say
+from .shared import ReadReference, Reference, StorePath, made_line, open_store, say
 
 if TYPE_CHECKING:
     from quiver.stages.core.run.call import Outcome
@@ -165,8 +164,5 @@ def _perform(
 
 
 def _say_made(made: dict[str, Outcome]) -> None:
-    lines = []
-    for outcome in made.values():
-        seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
-        lines.append(f"{outcome.ref}  {counted(outcome.rows, 'row')}  {seconds}")
-    say({kind: asdict(outcome) for kind, outcome in made.items()}, lines)
+    answer = {kind: asdict(outcome) for kind, outcome in made.items()}
+    say(answer, list(map(made_line, made.values())))

@@ -11,7 +11,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.schemas.refs import check_name
 
 from . import completion
-from .shared import Settings, StorePath, open_store, or_latest, read_recipe, say
+from .shared import Settings, StorePath, by_hand, open_store, or_latest, read_recipe, say
 
 
 def teach(
@@ -63,8 +63,6 @@ def audit(
     """Look back at a run for reward hacking. Its training reward is compared with a second reward;
     it is no early warning."""
     from quiver.flows import auditing
-    from quiver.flows.calls import by_hand
-    from quiver.flows.look.live import shown_live
     from quiver.flows.look.templates import lines
     from quiver.stages.core.store import Store
 
@@ -75,7 +73,7 @@ def audit(
         raise ConfigError("--with", problem, next="name one recipe, or rewards versions alone")
     if recipes:
         loaded = read_recipe(Path(recipes[0]), settings, store, measures=False)
-        with shown_live(), by_hand(loaded):
+        with by_hand(loaded):
             judge = auditing.by_recipe(loaded, run, prompts)
             answer = auditing.audit(Store(loaded.store), run, judge, iterations)
     else:

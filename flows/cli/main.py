@@ -19,6 +19,7 @@ import typer
 from typer.main import get_command
 
 from quiver import flows
+from quiver.flows.look.words import counted
 from quiver.flows.stopping import leave_if_told, refused_thread, watch_signals
 from quiver.schemas.errors import (
     UNCHANGED,
@@ -109,9 +110,7 @@ def _say_stopped() -> None:
     text = "stopped"
     writes_nothing = sys.argv[1:2] in (["check"], ["fit"]) or "--dry-run" in sys.argv
     if CALLED.recipe is not None and not writes_nothing:
-        versions = {0: "", 1: "one new version and "}.get(
-            flows.num_made, f"{flows.num_made} new versions and "
-        )
+        versions = f"{counted(flows.num_made, 'new version')} and " if flows.num_made else ""
         text += f"; {versions}the finished shards of unfinished versions are kept\n"
         text += f"to continue: {command_line()}"
     with suppress(OSError):
@@ -162,7 +161,7 @@ def _run() -> int:
         if error.code == "E-INTERNAL" or "--debug" in sys.argv:
             trace = traceback.format_exc()
     if error.state == UNCHANGED and flows.num_made:
-        count = "one version" if flows.num_made == 1 else f"{flows.num_made} versions"
+        count = counted(flows.num_made, "version")
         error.state = f"this command has made {count}, kept for the next run."
     error.next = complete(error.next, CALLED, options_in(get_command(app).commands))
     with suppress(OSError):

@@ -3,7 +3,7 @@
 A stage knows neither the recipe's file nor the store's name: it says `quiver reward RECIPE
 --rollouts a/rollouts@1`. The command line fills in its own arguments.
 
->>> complete("quiver verify a/rewards@1", Called(store="my store"), {"verify": {"--store"}}.get)
+>>> complete("quiver verify a/rewards@1", Called(store="my store"), {"verify": {"--store"}})
 "quiver verify a/rewards@1 --store 'my store'"
 """
 
@@ -13,7 +13,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,26 +54,19 @@ def set_options(settings: Iterable[str]) -> list[str]:
     return [word for setting in settings for word in ("--set", setting)]
 
 
-def options_in(commands: Mapping[str, Any]) -> Callable[[str], set[str]]:
-    """Return a function that gives the options of one of `commands` (made by typer) by its name.
-
-    A name that is not there has no options.
-    """
-
-    def options_of(name: str) -> set[str]:
-        if name not in commands:
-            return set()
-        return {option for parameter in commands[name].params for option in parameter.opts}
-
-    return options_of
+def options_in(commands: Mapping[str, Any]) -> dict[str, set[str]]:
+    """Return the options of each of `commands` (made by typer), by its name."""
+    return {
+        name: {option for parameter in command.params for option in parameter.opts}
+        for name, command in commands.items()
+    }
 
 
-def complete(next: str, called: Called, options_of: Callable[[str], set[str]]) -> str:
+def complete(next: str, called: Called, options: Mapping[str, set[str]]) -> str:
     """Return `next` with the recipe in place of RECIPE, and with the settings and store of this
     call.
 
-    Text that is no command of ours is returned unchanged. `options_of` gives a command's options by
-    its name.
+    Text that is no command of ours is returned unchanged. `options`: each command's, by its name.
     """
     if not next.startswith("quiver "):
         return next
@@ -81,7 +74,7 @@ def complete(next: str, called: Called, options_of: Callable[[str], set[str]]) -
     if "RECIPE" in words and called.recipe:
         words[words.index("RECIPE")] = str(called.recipe)
         words += set_options(called.settings)
-    takes_store = "--store" in options_of(words[1]) and "--store" not in words
+    takes_store = "--store" in options.get(words[1], ()) and "--store" not in words
     if takes_store and called.store not in (None, default_store()):
         words += ["--store", called.store]
     return shlex.join(words)

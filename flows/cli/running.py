@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,6 +26,8 @@ from .shared import (
     RecipeFile,
     Settings,
     StorePath,
+    by_hand,
+    made_line,
     read_recipe,
     say,
 )
@@ -39,7 +41,7 @@ def run(
         int | None, typer.Option(help="number of iterations, instead of the recipe's")
     ] = None,
     first: Annotated[
-        str | None,
+        Literal[*CHAIN] | None,
         typer.Option("--from", help="make the versions of this stage and of all later ones again"),
     ] = None,
     dry_run: Annotated[
@@ -51,12 +53,6 @@ def run(
 ) -> None:
     """Run a whole recipe; resumes by itself. Prompt, generate, reward and optimize repeat, with an
     evaluation before and after."""
-    if first and first not in CHAIN:
-        raise ConfigError(
-            f"--from {printable(first)}",
-            f"expected one of {', '.join(CHAIN)}",
-            next="correct --from",
-        )
     settings = settings or []
     length = [] if iterations is None else [f"iterations={iterations}"]
     loaded = read_recipe(recipe, [*settings, *length], store)
@@ -208,13 +204,11 @@ def estimate(
 ) -> None:
     """Estimate held-out scores from rollouts of another policy. Nothing is sampled; what cannot be
     estimated is refused."""
-    from quiver.flows.calls import by_hand
     from quiver.flows.estimation import estimate as estimate_policies
     from quiver.flows.look.comparisons import estimate_lines
-    from quiver.flows.look.live import shown_live
 
     loaded = read_recipe(recipe, settings, store)
-    with shown_live(), by_hand(loaded):
+    with by_hand(loaded):
         answer = estimate_policies(loaded, policy, source or [])
     say(answer, estimate_lines(answer, str(recipe)))
 
@@ -236,12 +230,10 @@ def bisect(
     """Find the first policy that is worse. Measures few of those between two on the held-out rows;
     finished measurements are not repeated."""
     from quiver.flows.bisection import bisect as search
-    from quiver.flows.calls import by_hand
     from quiver.flows.look.comparisons import bisection_lines
-    from quiver.flows.look.live import shown_live
 
     loaded = read_recipe(recipe, settings, store)
-    with shown_live(), by_hand(loaded):
+    with by_hand(loaded):
         answer = search(loaded, good, bad)
     say(answer, bisection_lines(answer))
 
@@ -279,8 +271,6 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
         store: StorePath = None,
         settings: Settings = None,
     ) -> None:
-        from quiver.flows.calls import by_hand
-        from quiver.flows.look.live import shown_live
         from quiver.flows.rerun import rerun
 
         references = {
@@ -304,13 +294,11 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
             run_it = partial(rerun, loaded, "override", references, overrides=overrides)
         else:
             run_it = partial(rerun, loaded, name, references, iteration, into=into)
-        with shown_live(), by_hand(loaded, note=note):
+        with by_hand(loaded, note):
             outcome = run_it(force=force)
         if note and outcome.cached:
             log.warning("%s was there before, and keeps its own note", outcome.ref)
-        seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
-        rows = f"{counted(outcome.rows, 'row')}  " if outcome.rows else ""  # a policy has none
-        say(asdict(outcome), [f"{outcome.ref}  {rows}{seconds}"])
+        say(asdict(outcome), [made_line(outcome)])
 
     command.__name__ = name
     command.__doc__ = help

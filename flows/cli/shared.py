@@ -8,13 +8,15 @@ import json
 import math
 import os
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from quiver.flows.look.words import counted
 from quiver.schemas.errors import for_terminal
 
 from . import completion
@@ -22,6 +24,7 @@ from .next_step import Called, default_store
 
 if TYPE_CHECKING:
     from quiver.flows.recipe import Recipe
+    from quiver.stages.core.run.call import Outcome
     from quiver.stages.core.store import Store
 
 CALLED = Called()
@@ -114,6 +117,23 @@ def nobody_reads() -> bool:
     for number in (_stdout.fileno() if _stdout else 1, 2):
         poll.register(number, 0)  # Errors only, which poll always reports.
     return bool(poll.poll(0))
+
+
+def made_line(outcome: Outcome) -> str:
+    """Return a line about a version that a stage made, or that was there already."""
+    seconds = "already done" if outcome.cached else f"{outcome.seconds:.1f} s"
+    rows = [counted(outcome.rows, "row")] if outcome.rows else []  # a policy has none
+    return "  ".join([outcome.ref, *rows, seconds])
+
+
+@contextmanager
+def by_hand(recipe: Recipe, note: str = "") -> Iterator[None]:
+    """Let calls of a recipe's run inside do without Prefect, and show them live."""
+    from quiver.flows import calls
+    from quiver.flows.look.live import shown_live
+
+    with shown_live(), calls.by_hand(recipe, note=note):
+        yield
 
 
 def answers_in_json() -> bool:

@@ -7,7 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from quiver.flows.look import episodes, templates
+from quiver.flows.look import templates
+from quiver.flows.look.episodes import in_words
+from quiver.flows.look.gather import Manifests
 from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import QuiverError
 from quiver.stages.core.store import Store
@@ -51,9 +53,10 @@ def summary(store: str, outcome: dict[str, Any], commands: list[str]) -> list[st
 def _episodes(store: str, ref: str) -> list[tuple[str, str]]:
     """Return how the episodes of these rollouts went; empty if they have no turns."""
     with suppress(QuiverError):  # The run is finished, and this is only a look back.
-        rollouts = Store(store, create=False).open(ref)
-        numbers = episodes.numbers_of(rollouts, episodes.FEW_BYTES)
-        return list(episodes.in_words(numbers, rollouts.manifest.rows)) if numbers else []
+        manifests = Manifests(Store(store, create=False))
+        rollouts = manifests.open(ref)
+        if numbers := manifests.episodes(rollouts):
+            return list(in_words(numbers, rollouts.rows))
     return []
 
 

@@ -6,7 +6,7 @@ import getpass
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -273,15 +273,14 @@ def _row_lines(answer: dict[str, Any]) -> list[str]:
 
 def cost(
     run: Annotated[str, typer.Argument(help="the run", autocompletion=completion.runs)],
-    by: Annotated[str, typer.Option(help="stage, iteration or day")] = "stage",
+    by: Annotated[
+        Literal["stage", "iteration", "day"], typer.Option(help="what a row adds up")
+    ] = "stage",
     store: StorePath = None,
 ) -> None:
     """Show what a run cost. Seconds by phase, processor and device seconds, memory, tokens."""
     from quiver.flows.look import cost as costs
 
-    if by not in costs.BY:
-        problem = f"expected one of {', '.join(costs.BY)}, got {printable(by)}"
-        raise ConfigError("--by", problem, next="name one of these")
     answer = costs.cost(open_store(store), check_name(run, "run"), by)
     say(answer, costs.cost_lines(answer))
 

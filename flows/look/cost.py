@@ -25,7 +25,6 @@ from quiver.stages.core.threads import map_in_threads
 from .lineage import BESIDE_A_POLICY
 from .words import aligned, counted, number, size
 
-BY = ("stage", "iteration", "day")
 _MOSTS = ("devices", "peak_memory", "peak_device_memory")
 """Parts of a version's usage of which a row has the largest; it has the sum of the others."""
 
@@ -49,7 +48,8 @@ def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
     """Return what the versions of a run cost.
 
     Args:
-        by: One of `BY`. An iteration is the number of the policy that was trained or measured.
+        by: "stage", "iteration" or "day". An iteration is the number of the policy that was trained
+            or measured.
 
     Returns:
         run, by: the arguments

@@ -9,12 +9,12 @@ All of it may be foreign text: the caller must escape control characters before 
 from __future__ import annotations
 
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from quiver.schemas.errors import CorruptError, LineageError, printable
+from quiver.schemas.errors import LineageError, printable
 from quiver.schemas.manifest import Manifest
 from quiver.schemas.metrics import score_numbers
 from quiver.schemas.refs import Ref
@@ -22,8 +22,9 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.listing import Summary, read_fields
 from quiver.stages.core.threads import map_in_threads
 
+from .comparisons import interval_of
 from .episodes import Piece, in_words, numbers_of, pieces_of
-from .gather import STEP_COLUMNS, Manifests
+from .gather import STEP_COLUMNS, Manifests, read_tags
 from .joined import open_joined, prompt_fields
 from .lineage import sources_of
 from .shards import Shards
@@ -116,24 +117,21 @@ def wrapped(
 
 def score_line(metrics: Mapping[str, Any]) -> str:
     """Return the score of an evaluation or of a difference, with its 95 % interval."""
-    score, stderr = metrics["score"], metrics["stderr"]
     prompts = counted(metrics["n"], "prompt")
+    score, stderr = metrics["score"], metrics["stderr"]
     if stderr is None:
         return f"{number(score)} over {prompts}"
     text = f"{score:.4f} ± {stderr:.4f} (standard error)"
     if interval := metrics.get("interval"):
-        text += f", 95 % interval {interval[0]:.4f} … {interval[1]:.4f}"
+        text += f", 95 % interval {interval_of(interval)}"
     return f"{text}, over {prompts}"
 
 
 def tags_of(store: Store, run: str) -> dict[str, list[str]]:
-    """Return the tags of a run by the reference that they hold. Damaged or unreadable tags are
-    skipped; `verify` reports them."""
-    tags: dict[str, list[str]] = {}
-    with suppress(CorruptError, PermissionError):
-        for name in store.tag_names(run):
-            with suppress(CorruptError, PermissionError):
-                tags.setdefault(store.tagged(run, name) or "", []).append(name)
+    """Return the tags of a run by the reference that they hold."""
+    tags: dict[str, list[str]] = defaultdict(list)
+    for name, ref in read_tags(store, run, store.tagged).items():
+        tags[ref].append(name)
     return tags
 
 

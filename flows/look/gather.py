@@ -13,7 +13,7 @@ manifest, so it is shown. A version that is missing otherwise is left out. Both 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -22,7 +22,7 @@ from typing import Any
 from quiver.schemas.errors import CorruptError, LineageError, QuiverError, printable
 from quiver.schemas.manifest import Manifest, line_of
 from quiver.schemas.metrics import groups_with_contrast
-from quiver.schemas.refs import KINDS, parse
+from quiver.schemas.refs import KINDS, as_version
 from quiver.stages.core.run.stage import is_made_alike
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.tags import Entry
@@ -263,16 +263,23 @@ def ends_of(store: Store, run: str) -> list[str]:
 
 
 def histories(store: Store, run: str) -> dict[str, list[Entry]]:
-    """Return the histories of the run's tags that nights decide about, by tag. Damaged ones are
+    """Return the histories of the run's tags that nights decide about, by tag."""
+    return {
+        name: entries
+        for name, entries in read_tags(store, run, store.history).items()
+        if any(read_about(entry).night for entry in entries)
+    }
+
+
+def read_tags(store: Store, run: str, read: Callable[[str, str], Any]) -> dict[str, Any]:
+    """Return `read(run, name)` of each tag of a run, by its name. Damaged or unreadable tags are
     skipped; `verify` reports them."""
-    histories_of_tags: dict[str, list[Entry]] = {}
+    tags: dict[str, Any] = {}
     with suppress(CorruptError, PermissionError):
         for name in store.tag_names(run):
             with suppress(CorruptError, PermissionError):
-                entries = store.history(run, name)
-                if any(read_about(entry).night for entry in entries):
-                    histories_of_tags[name] = entries
-    return histories_of_tags
+                tags[name] = read(run, name)
+    return tags
 
 
 def gather(store: Store, run: str, end: str | None = None) -> Gathered:
@@ -330,14 +337,11 @@ def evaluations_of_nights(manifests: Manifests, entries: Iterable[Entry]) -> lis
 def policy_number(evaluation: Manifest) -> int:
     """Return the version of the policy that was measured. Raises LineageError if the reference has
     no number."""
-    version = parse(evaluation.require_model("policy").ref).version
-    if isinstance(version, int):
-        return version
-    raise LineageError(
-        evaluation.ref,
-        f"measured {printable(version)}, which is not a reference with a version number",
-        next=f"quiver lineage {evaluation.ref}",
-    )
+    ref = evaluation.require_model("policy").ref
+    if policy := as_version(ref):
+        return policy.version
+    problem = f"measured {printable(ref)}, which is not a reference with a version number"
+    raise LineageError(evaluation.ref, problem, next=f"quiver lineage {evaluation.ref}")
 
 
 def metric(manifest: Manifest | None, *names: str) -> Any:

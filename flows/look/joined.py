@@ -20,10 +20,9 @@ import operator
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cache, cached_property, reduce
+from functools import cache, cached_property, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -159,11 +158,9 @@ class Joined:
                     for file in row.pop(column, None) or ():
                         shown = row["turns"][file["turn"]].setdefault(column, [])
                         shown.append({"bytes": file["bytes"], "path": None})
-        near = positions / max(len(self), 1)
         for kind in ("prompts", "rewards", "evaluations", "advantages"):
             if kind in self.shards:
-                shards = self.shards[kind]
-                partners = shards.at(shards.find([row[shards.key] for row in rows], near))
+                partners = self.shards[kind].at(self.places(kind, positions))
                 for row, partner in zip(rows, partners, strict=True):
                     fields = prompt_fields(partner) if kind == "prompts" else partner
                     row.update((name, cell) for name, cell in fields.items() if name not in row)
@@ -200,28 +197,39 @@ class Joined:
             table = table.set_column(index, "advantage", means)
         return table
 
-    def places(self, kind: str) -> np.ndarray:
-        """Return [rollouts] int64: the position of each rollout's partner of this kind, −1 if there
-        is none."""
-        if kind not in self._places:
-            shards = self.shards[kind]
-            self._places[kind] = shards.find_all(self.rollouts.column(shards.key))
-        return self._places[kind]
+    def places(self, kind: str, positions: np.ndarray | None = None) -> np.ndarray:
+        """Return int64 [positions]: the position of each rollout's partner of this kind, −1 if
+        there is none. Default: for all rollouts."""
+        if kind in self._places:
+            places = self._places[kind]
+            return places if positions is None else places[positions]
+        shards = self.shards[kind]
+        asked = np.arange(len(self)) if positions is None else positions
+        # if no row is missing or moved, a partner lies as far through its version
+        share = asked / max(len(self), 1)
+        places = np.minimum((share * len(shards)).round(6).astype(np.int64), len(shards) - 1)
+        ids = self.rollouts.take(asked, [shards.key])[shards.key]
+        if not shards.take(places, [shards.key])[shards.key].equals(ids):
+            all_ids = shards.column(shards.key).combine_chunks()
+            found = pc.index_in(ids, value_set=all_ids)
+            places = found.fill_null(-1).to_numpy().astype(np.int64)
+        if positions is None:
+            self._places[kind] = places
+        return places
 
     def tokens(self, position: int) -> Tokens:
         """Return the completion at `position`, token by token."""
-        columns = ["rollout_id", "completion_ids", "old_logprobs"]
+        columns = ["completion_ids", "old_logprobs"]
         columns += ["turns"] if self.has_turns else []
         (row,) = self.rollouts.at([position], columns)
         ids = row["completion_ids"]
         numbers = {"logprob": row["old_logprobs"]}
-        near = [position / len(self)]
         columns = {"prox": "logprobs", "ref": "logprobs", "advantages": "advantage"}
         for kind, column in columns.items():
             if kind not in self.shards:
                 continue
-            shards = self.shards[kind]
-            values = shards.at(shards.find([row["rollout_id"]], near), [column])[0].get(column)
+            place = self.places(kind, np.array([position]))
+            values = self.shards[kind].at(place, [column])[0].get(column)
             if isinstance(values, float):
                 values = [values] * len(ids)
             if values is None or len(values) != len(ids):
@@ -243,28 +251,28 @@ class Joined:
         a rollout's tokens. `change` is |log mean_ratio|: how far training moved the rollout.
         """
         functions: dict[str, Callable[[], np.ndarray]] = {}
+
+        def add(name: str, kind: str, column: str, numbers_of: Callable = lambda cells: cells):
+            functions[name] = lambda: self._aligned(kind, column, numbers_of)
+
         if "evaluations" in self.shards:
-            functions["score"] = lambda: self._aligned("evaluations", "score")
+            add("score", "evaluations", "score")
         if "rewards" in self.shards:
-            functions["reward"] = lambda: self._aligned("rewards", "reward")
-            for shard in self.shards["rewards"].at(range(len(self.shards["rewards"]))[:1]):
-                for name in shard["parts"]:
-                    functions[f"part {name}"] = lambda name=name: self._aligned(
-                        "rewards", "parts", lambda column: pc.struct_field(column, name)
-                    )
-            functions["errors"] = lambda: self._aligned("rewards", "errors", _count_fields)
-        functions["tokens"] = lambda: self._aligned(
-            "rollouts", "completion_ids", pc.list_value_length
-        )
-        functions["logprob"] = lambda: self._aligned("rollouts", "old_logprobs")
-        functions["sample_index"] = lambda: self._aligned("rollouts", "sample_index")
+            add("reward", "rewards", "reward")
+            for part in self.shards["rewards"].schema.field("parts").type:
+                part_of = partial(pc.struct_field, indices=part.name)
+                add(f"part {part.name}", "rewards", "parts", part_of)
+            add("errors", "rewards", "errors", _count_fields)
+        add("tokens", "rollouts", "completion_ids", pc.list_value_length)
+        add("logprob", "rollouts", "old_logprobs")
+        add("sample_index", "rollouts", "sample_index")
         if self.has_turns:
             counts = cache(lambda: counts_of(self.rollouts.column("turns")))
             for name in COUNTS:
                 functions[name] = lambda name=name: counts()[name].astype(np.float64)
         if "advantages" in self.shards:
-            functions["advantage"] = lambda: self._aligned("advantages", "advantage")
-            functions["mean_ratio"] = lambda: self._aligned("advantages", "mean_ratio")
+            add("advantage", "advantages", "advantage")
+            add("mean_ratio", "advantages", "mean_ratio")
             functions["change"] = lambda: np.abs(np.log(self.number("mean_ratio")))
         measured = {name: cache(function) for name, function in functions.items()}
         return {**self._own_numbers, **measured}
@@ -288,7 +296,7 @@ class Joined:
         types = pa.types
         return {
             field.name: field.type
-            for field in prompts.version.head(["columns"], 0).schema.field("columns").type
+            for field in prompts.schema.field("columns").type
             if field.name not in OURS
             for is_kind in (types.is_integer, types.is_floating, types.is_boolean, types.is_string)
             if is_kind(field.type)
@@ -298,9 +306,8 @@ class Joined:
         """Return a column of rollouts or one of `own_columns`. [rollouts]"""
         if name in _TEXTS:
             return self.rollouts.column(name)
-        prompts = self.shards["prompts"]
-        places = prompts.find_all(self.rollouts.column("group_id"))
-        column = pc.struct_field(prompts.column("columns"), name)
+        places = self.places("prompts")
+        column = pc.struct_field(self.shards["prompts"].column("columns"), name)
         return column.take(pa.array(places, mask=places < 0))
 
     def number(self, name: str) -> np.ndarray:
@@ -373,12 +380,10 @@ class Joined:
         title = f"columns.{by}" if by in names else by
         return grouped.rename_columns([title, *names]).sort_by("position")
 
-    def _aligned(
-        self, kind: str, name: str, numbers_of: Callable[[Any], Any] = lambda column: column
-    ) -> np.ndarray:
-        """Return a column as [rollouts] float64, in the order of the rollouts; lists as means."""
-        shards = self.shards[kind]
-        column = numbers_of(shards.column(name))
+    def _aligned(self, kind: str, name: str, numbers_of: Callable[[Any], Any]) -> np.ndarray:
+        """Return `numbers_of` a column as [rollouts] float64, in the order of the rollouts; of
+        lists their means."""
+        column = numbers_of(self.shards[kind].column(name))
         numbers = _list_means(column) if pa.types.is_list(column.type) else column.to_numpy()
         numbers = numbers.astype(np.float64)
         if kind == "rollouts":
@@ -443,9 +448,7 @@ class Joined:
                 is_there = is_there | (sum_of_each(matches, lengths) > 0)
         if prompts := self.shards.get("prompts"):
             matches = pc.match_substring(prompts.column("prompt_text"), text, ignore_case=True)
-            groups = prompts.column("group_id").filter(matches).combine_chunks()
-            mine = self.rollouts.column("group_id")
-            is_there = is_there | pc.is_in(mine, value_set=groups).to_numpy()
+            is_there = is_there | np.append(matches, False)[self.places("prompts")]  # −1: False
         return is_there
 
 
@@ -491,8 +494,8 @@ def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> 
         else the newest that was made from `source`."""
         if manifest.kind == kind and (not model or manifest.model(model)):
             return version
-        if manifest.input(model or kind):
-            return _named(store, manifest, model or kind, kind)
+        if entry := manifest.input(model or kind):
+            return _named(store, manifest, entry.ref, kind)
         return _newest(store, source, kind, made_as, model) if source else None
 
     rollouts = behind("rollouts", version if manifest.kind == "prompts" else None, "prompts")
@@ -501,17 +504,16 @@ def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> 
             str(version.ref), "it was not made from rollouts", next=f"quiver show {version.ref}"
         )
     rewards = behind("rewards", rollouts)
-    if manifest.kind == "policy" and "advantages" in manifest.metrics:
-        advantages = _opened(store, manifest.metrics["advantages"])
-        if advantages is not None and advantages.ref.kind != "advantages":
-            advantages = None
+    if manifest.kind == "policy" and manifest.metrics.get("advantages"):
+        advantages = _named(store, manifest, manifest.metrics["advantages"], "advantages")
     elif rewards:
         advantages = behind("advantages", rewards, "rewards")
     else:
         advantages = behind("advantages", rollouts)
+    prompts = rollouts.manifest.input("prompts")
     versions = {
         "rollouts": rollouts,
-        "prompts": _named(store, rollouts.manifest, "prompts"),
+        "prompts": _named(store, rollouts.manifest, prompts.ref, "prompts") if prompts else None,
         "rewards": rewards,
         "evaluations": behind("evaluations", None),
         "advantages": advantages,
@@ -527,27 +529,18 @@ def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> 
     return Joined(store, version.ref, shards)
 
 
-def _opened(store: Store, ref: str | None) -> Version | None:
-    """Return the version if it exists and its rows have not expired."""
-    with suppress(LineageError):
-        return store.open(ref) if ref else None
-    return None
+def _named(store: Store, manifest: Manifest, ref: str, kind: str) -> Version | None:
+    """Return a version that `manifest` names; None if it is gone, or its rows are.
 
-
-def _named(store: Store, manifest: Manifest, role: str, kind: str = "") -> Version | None:
-    """Return the input of `manifest` that has this role; `kind` defaults to the role.
-
-    Raises LineageError if the input is a version of another kind.
+    Raises LineageError if it is a version of another kind.
     """
-    entry = manifest.input(role)
-    version = _opened(store, entry.ref if entry else None)
-    if version is not None and version.ref.kind != (kind or role):
-        next = f"quiver lineage {manifest.ref}"
-        raise LineageError(
-            manifest.ref,
-            f"its {role} must be a version of {kind or role}, found {version.ref}",
-            next=next,
-        )
+    try:
+        version = store.open(ref)
+    except LineageError:
+        return None
+    if version.ref.kind != kind:
+        problem = f"its {kind} must be a version of {kind}, found {version.ref}"
+        raise LineageError(manifest.ref, problem, next=f"quiver lineage {manifest.ref}")
     return version
 
 

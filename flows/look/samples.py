@@ -36,13 +36,6 @@ class Samples(NamedTuple):
         return f" among the first {self.rows_read:,} of {rows:,}"
 
 
-class Group(NamedTuple):
-    """A prompt's rollouts that have a reward, highest first."""
-
-    mean: float
-    rows: list[dict[str, Any]]
-
-
 def evenly(store: Store, rollouts: Version) -> Samples:
     """Return rollouts from the beginning to the end, evenly spaced."""
     joined = open_joined(store, rollouts.ref, MOST_BYTES)
@@ -76,17 +69,17 @@ def best_and_worst(store: Store, rewards: Version) -> Samples:
     return Samples(joined.rows(chosen), len(ranked), num_read)
 
 
-def groups(store: Store, rewards: Version) -> list[Group]:
-    """Return up to `ROWS` prompts with all of their rollouts, evenly spaced from the highest mean
-    reward to the lowest. Raises LineageError if the rollouts are gone."""
+def groups(store: Store, rewards: Version) -> list[dict[str, Any]]:
+    """Return up to `ROWS` prompts, evenly spaced from the highest mean reward to the lowest: rows
+    of `Joined.groups`, each with the `rows` that have a reward, highest first. Raises LineageError
+    if the rollouts are gone."""
     joined = open_joined(store, rewards.ref, MOST_BYTES)
     table = joined.groups().sort_by([("mean", "descending"), ("position", "ascending")])
     scored = [group for group in table.to_pylist() if group["mean"] is not None]
-    chosen = []
-    for group in _evenly_spaced(scored):
+    chosen = _evenly_spaced(scored)
+    for group in chosen:
         order = joined.order(Selection("reward", descending=True, group=group["group_id"]))
-        rows = [row for row in joined.rows(order) if row.get("reward") is not None]
-        chosen.append(Group(group["mean"], rows))
+        group["rows"] = [row for row in joined.rows(order) if row.get("reward") is not None]
     return chosen
 
 

@@ -95,7 +95,7 @@ def render(
     evaluations = gathered.evaluations
     last = gathered.iterations[-1] if gathered.iterations else None
     extremes = None
-    groups: list[samples.Group] = []
+    groups: list[dict[str, Any]] = []
     if last and last.rollouts and last.rewards:
         with suppress(LineageError):  # their rows expired
             rewards = store.open(last.rewards.ref)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from rich import filesize
+
 from quiver.schemas.errors import printable
+
+size = filesize.decimal
+"""Returns bytes as text, such as `13.1 kB`."""
 
 
 def rounded(cell: Any) -> Any:
@@ -74,16 +79,3 @@ def unscored_of(metrics: Mapping[str, Any]) -> str:
 def counted(count: int, noun: str) -> str:
     """Return `1 step`, `2,048 steps`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def size(num_bytes: int) -> str:
-    """Return bytes as text, such as `13.1 kB`."""
-    if num_bytes < 1000:
-        return f"{num_bytes} B"
-    amount = num_bytes / 1000
-    unit = "kB"
-    for larger in ("MB", "GB"):
-        if amount >= 1000:
-            amount /= 1000
-            unit = larger
-    return f"{amount:.1f} {unit}"

@@ -303,7 +303,7 @@ def test_every_stage_of_small_squares(made, page):
     shown = open_image(base64.b64decode(urls[0]))
     first = samples[0]["images"][0]["bytes"]
     assert (np.array(shown) == np.array(open_image(first))).all()
-    assert all(len(group.rows[0]["images"]) == 1 for group in groups(store, rewards))
+    assert all(len(group["rows"][0]["images"]) == 1 for group in groups(store, rewards))
 
 
 def test_the_reports_own_policy_lets_its_pictures_show_and_nothing_else(page):

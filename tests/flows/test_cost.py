@@ -81,4 +81,4 @@ def test_a_damaged_or_missing_manifest_is_counted_and_left_out(store):
 def test_the_command_names_what_it_takes(store, command):
     assert command("cost", "long", "--by", "day", "--store", store.url)[1]["by"] == "day"
     code, answer = command("cost", "long", "--by", "week", "--store", store.url)
-    assert code == 2 and "stage, iteration, day" in answer["error"]["message"]
+    assert code == 2 and "'stage', 'iteration', 'day'" in answer["error"]["message"]

@@ -97,7 +97,7 @@ def test_a_pipe_does_not_end_a_cell():
     ("formatted", "amounts", "expected"),
     [
         (words.number, (None, 0, 12345, 0.5, 1234.5678), "– 0 12,345 0.5 1235"),
-        (words.size, (0, 999, 13_100, 2_500_000_000), "0 B 999 B 13.1 kB 2.5 GB"),
+        (words.size, (0, 999, 13_100, 2_500_000_000), "0 bytes 999 bytes 13.1 kB 2.5 GB"),
         (words.cell, (True, False, -0.0, None, "a\x1b"), "yes no 0 – a\\x1b"),
     ],
 )

@@ -261,13 +261,13 @@ def test_best_and_worst_are_of_different_prompts_with_their_references(store):
     }
     assert [row["reference"] for row in rows] == [references[row["group_id"]] for row in rows]
     groups = samples.groups(store, rewards)
-    means = [group.mean for group in groups]
+    means = [group["mean"] for group in groups]
     assert len(groups) == 10 and means == sorted(means, reverse=True)
     for group in groups:
-        values = [row["reward"] for row in group.rows]
+        values = [row["reward"] for row in group["rows"]]
         assert values == sorted(values, reverse=True) and len(values) == 2
-        assert len({row["group_id"] for row in group.rows}) == 1
-        assert group.mean == pytest.approx(sum(values) / 2)
+        assert len({row["group_id"] for row in group["rows"]}) == 1
+        assert group["mean"] == pytest.approx(sum(values) / 2)
 
 
 def test_a_second_run_stands_beside_it(made):

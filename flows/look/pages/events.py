@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quiver.flows.look.lineage import parents_of
+from quiver.flows.look.lineage import BESIDE_A_POLICY, parents_of
 from quiver.schemas.manifest import Manifest
 from quiver.stages.core.run.call import Call, Outcome
 from quiver.stages.core.store import Store
@@ -26,7 +26,6 @@ from quiver.stages.core.store.tags import Entry
 EVENT = "prefect.asset.materialization.succeeded"
 MOVED = "quiver.tag.moved"
 _MOST_RELATED = 50  # A server takes 100, including the run's own resources.
-_OF_OPTIMIZE = ("advantages", "updates")  # kinds beside the policy, which names them
 
 
 def version_events(call: Call, outcome: Outcome) -> list[dict[str, Any]]:
@@ -34,7 +33,7 @@ def version_events(call: Call, outcome: Outcome) -> list[dict[str, Any]]:
     store = Store(call.store, create=False)
     refs = [outcome.ref]
     if call.stage == "optimize":
-        refs[:0] = [outcome.metrics[kind] for kind in _OF_OPTIMIZE if kind in outcome.metrics]
+        refs[:0] = [outcome.metrics[kind] for kind in BESIDE_A_POLICY if kind in outcome.metrics]
     return [version_event(store.open(ref).manifest) for ref in refs]
 
 

@@ -288,11 +288,11 @@ class RowsScreen(TableScreen):
         super().__init__(())
         self.paired = paired
         self.joined = paired.first
-        self.selection = selection or Selection()
-        self.last_selection = Selection()
-        """The selection before; restored if the new one cannot be read."""
-        self.order: Any = None
-        """Positions of the selected rollouts; None: still to be read."""
+        self.selection = Selection()
+        self.asked: Selection | None = selection or Selection()
+        """A selection whose order is still to be read; it is taken if it can be read."""
+        self.order: Any = range(len(self.joined))
+        """Positions of the selected rollouts."""
         self.shown: list[tuple[dict[str, Any], dict[str, Any]]] = []
         """Each row of this page and its partner."""
 
@@ -308,8 +308,14 @@ class RowsScreen(TableScreen):
         super().on_mount()
 
     def page(self) -> tuple[str, list[list[str]]]:
-        if self.order is None:
-            self.order = self.joined.order(self.selection)
+        asked, self.asked = self.asked, None
+        if asked is not None:
+            try:
+                self.order = self.joined.order(asked)
+                self.selection = asked
+                self.start = 0
+            except QuiverError as error:
+                self.app.call_from_thread(self.show_error, error)
         self.total = len(self.order)
         positions = self.order[self.start : self.start + PAGE]
         rows = self.joined.rows(positions)
@@ -334,23 +340,13 @@ class RowsScreen(TableScreen):
 
     def select(self, **changes: Any) -> None:
         """Show other rollouts, or the same in another order."""
-        if self.order is not None:
-            self.last_selection = self.selection
-        self.selection = replace(self.selection, **changes)
-        self.order = None
-        self.start = 0
+        self.asked = replace(self.selection, **changes)
         self.load()
 
     def sort_by(self, name: str) -> None:
         """Sort by a column, highest first; a second time in a row reverses the order."""
         is_again = self.selection.sort == name and self.selection.descending
         self.select(sort=name, descending=not is_again)
-
-    def show_error(self, error: QuiverError) -> None:
-        if self.order is None and self.selection != self.last_selection:
-            self.selection = self.last_selection
-            self.load()
-        super().show_error(error)
 
     def show_page(self, title: str, rows: list[list[str]]) -> None:
         super().show_page(title, rows)

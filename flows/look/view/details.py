@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.color import Color
+from rich.color import Color, blend_rgb
+from rich.color_triplet import ColorTriplet
 from rich.style import Style
 from rich.text import Text
 
@@ -50,8 +52,10 @@ LEGEND = {
     "none": "no colour",
 }
 """Meaning of the colours, by colouring: one of `Tokens.numbers`, or none."""
-_RED, _GREEN, _BLUE = (190, 40, 40), (20, 125, 50), (35, 85, 200)
-_SURFACE = (30, 30, 30)
+_RED = ColorTriplet(190, 40, 40)
+_GREEN = ColorTriplet(20, 125, 50)
+_BLUE = ColorTriplet(35, 85, 200)
+_SURFACE = ColorTriplet(30, 30, 30)
 _UNLIKELY = 5.0
 """Nats at which a token gets the strongest red."""
 _LEAST_SHARE = 0.04
@@ -166,13 +170,11 @@ def reader_of(store: Store, policy: str | None) -> Callable[[list[int]], list[st
 
     A character of several tokens is the text of the last of them.
     """
-    try:
+    with suppress(LineageError):
         version = store.open(policy) if policy else None
         if version is not None and "tokenizer.json" in version.files.names:
             version.verify("tokenizer.json")
             return partial(_texts, _tokenizer(version.files.path("tokenizer.json")))
-    except LineageError:
-        pass
     return lambda ids: [f"⟨{number}⟩" for number in ids]
 
 
@@ -223,8 +225,4 @@ def style_of(colouring: str, value: float) -> str:
         share, colour = -value / _UNLIKELY, _RED
     if share < _LEAST_SHARE:
         return ""
-    share = min(share, 1.0)
-    red, green, blue = (
-        round(base + share * (full - base)) for base, full in zip(_SURFACE, colour, strict=True)
-    )
-    return f"white on rgb({red},{green},{blue})"
+    return f"white on {blend_rgb(_SURFACE, colour, min(share, 1.0)).rgb}"
