@@ -39,7 +39,6 @@ from .dispatch import run_at
 from .placement import keeps_engine, trains_here, where_of
 from .prefect_server import tell_version
 from .recipe import Recipe
-from .sections import Placement
 from .slots import visible_gpus
 
 _POLL_SECONDS = 1.0
@@ -53,10 +52,8 @@ Prefect."""
 class _Run:
     """The recipe's run, as `perform` sees it: which versions it made, and how its calls run."""
 
-    name: str
-    store: str
-    placement: Placement
-    online: bool
+    recipe: Recipe
+    """The recipe; its `placement.resident_engine` is decided."""
     runner_of: Callable[[Call], CallRunner]
     """Chooses how a call runs whose version is not finished."""
     iterations: int | None = None
@@ -72,15 +69,16 @@ class _Run:
 
     def call(self, stage: str, config: Config, refs: Refs, label: str = "") -> Call:
         """Return a call of this run, to be run where [placement] says."""
+        recipe = self.recipe
         return Call(
             stage,
             config.model_dump(mode="json"),
-            self.store,
+            recipe.store,
             dict(refs),
-            into=self.name,
-            label=f"{self.name} · {label or stage}",
+            into=recipe.run,
+            label=f"{recipe.run} · {label or stage}",
             note=self.note,
-            where=where_of(self.placement, stage, online=self.online),
+            where=where_of(recipe.placement, stage, online=recipe.online),
         )
 
     def with_files(self, ref: str | list[str]) -> str | list[str]:
@@ -90,7 +88,7 @@ class _Run:
         """
         if isinstance(ref, list):
             return [self.with_files(single) for single in ref]
-        store = Store(self.store)
+        store = Store(self.recipe.store)
         if store.exists(parse(ref)):
             return ref
         if ref in self.again:
@@ -120,21 +118,13 @@ def calls_of(
     files expired count as done. `note` goes into the manifest of each version that is made; by
     default, the note of the block around this one.
     """
-    is_resident = keeps_engine(recipe, len(visible_gpus()))
+    decided = {"resident_engine": keeps_engine(recipe, len(visible_gpus()))}
+    placement = recipe.placement.model_copy(update=decided)
+    recipe = recipe.model_copy(update={"placement": placement})
     enclosing = _RUN.get(None)
     if enclosing is not None:
         note = note or enclosing.note
-    run = _Run(
-        recipe.run,
-        recipe.store,
-        recipe.placement.model_copy(update={"resident_engine": is_resident}),
-        recipe.online,
-        runner_of,
-        iterations=iterations,
-        expired=expired,
-        note=note,
-    )
-    token = _RUN.set(run)
+    token = _RUN.set(_Run(recipe, runner_of, iterations, expired, note))
     try:
         yield
     finally:
@@ -191,9 +181,9 @@ def perform(
         if round is not None:
             label += f" round {round}"
     call = run.call(stage, config, refs, label)
-    call = replace(call, into=into or run.name, force=force)
+    call = replace(call, into=into or call.into, force=force)
     outcome = find_outcome(call, expired=run.expired)
-    if needs_files and outcome is not None and not Store(run.store).exists(parse(outcome.ref)):
+    if needs_files and outcome is not None and not Store(call.store).exists(parse(outcome.ref)):
         outcome = None
     # A launcher runs the whole command, `quiver optimize`, on every rank. If a version is missing
     # whose stage knows no ranks, such as logprobs, rank 0 makes it and the others wait here. If it
@@ -208,7 +198,7 @@ def perform(
             refs = {role: run.with_files(ref) for role, ref in refs.items()}
             call = replace(call, refs=refs)
         next_calls = [run.call(name, following, {}) for name, following in upcoming.items()]
-        outcome = make(call, next_calls, prefect_tags(run.name, stage, iteration))
+        outcome = make(call, next_calls, prefect_tags(run.recipe.run, stage, iteration))
         flows.num_made += not outcome.cached
     if label:
         log.info("%s", describe(label, outcome))
@@ -243,11 +233,11 @@ def check_stages(
     version = None
     form = ""
     if prompts is not None:
-        version = Store(run.store).open(run.with_files(prompts))
+        version = Store(run.recipe.store).open(run.with_files(prompts))
         columns = tuple(column.name for column in version.table().schema.field("columns").type)
         form = digest([columns, version.manifest.metrics.get("assistant_starts")])
     for stage, config in configs.items():
-        if stage == "optimize" and not trains_here(run.placement):
+        if stage == "optimize" and not trains_here(run.recipe.placement):
             continue
         if run.checked.isdisjoint({(stage, ""), (stage, form)}):
             try:
