@@ -48,16 +48,18 @@ CallRunner = Callable[[Call, Sequence[Call], Sequence[str]], Outcome]
 Prefect."""
 
 
+class NotFinished(Exception):
+    """Raised instead of running a call, in a block that only looks up what is finished."""
+
+
 @dataclass
 class _Run:
     """The recipe's run, as `perform` sees it: which versions it made, and how its calls run."""
 
     recipe: Recipe
     """The recipe; its `placement.resident_engine` is decided."""
-    runner_of: Callable[[Call], CallRunner]
-    """Chooses how a call runs whose version is not finished."""
-    iterations: int | None = None
-    """Number of iterations, for the labels in logs. None: stages are called by hand, one by one."""
+    runner: CallRunner | None
+    """Runs calls whose version is not finished. None: `NotFinished` is raised instead."""
     expired: bool = False
     """If true, a finished version whose files expired counts as done."""
     note: str = ""
@@ -106,13 +108,13 @@ _RUN: ContextVar[_Run] = ContextVar("quiver_run")
 @contextmanager
 def calls_of(
     recipe: Recipe,
-    runner_of: Callable[[Call], CallRunner],
+    runner: CallRunner | None,
     *,
-    iterations: int | None = None,
     expired: bool = False,
     note: str = "",
 ) -> Iterator[None]:
-    """Let `perform` inside belong to the recipe's run.
+    """Let `perform` inside belong to the recipe's run, and run its calls by `runner`. If it is
+    None, nothing is run: the first call that is not finished raises NotFinished.
 
     `check_stages` checks each stage once within it. If `expired` is true, finished versions whose
     files expired count as done. `note` goes into the manifest of each version that is made; by
@@ -124,7 +126,7 @@ def calls_of(
     enclosing = _RUN.get(None)
     if enclosing is not None:
         note = note or enclosing.note
-    token = _RUN.set(_Run(recipe, runner_of, iterations, expired, note))
+    token = _RUN.set(_Run(recipe, runner, expired, note))
     try:
         yield
     finally:
@@ -139,7 +141,7 @@ def run_here(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outco
     return outcome
 
 
-by_hand = partial(calls_of, runner_of=lambda call: run_here)
+by_hand = partial(calls_of, runner=run_here)
 """Let calls of a recipe's run inside do without Prefect: `with by_hand(recipe): …`"""
 
 
@@ -152,7 +154,6 @@ def perform(
     into: str | None = None,
     force: bool = False,
     iteration: int | None = None,
-    round: int | None = None,
     upcoming: Mapping[str, Config] = MappingProxyType({}),
     needs_files: bool = False,
     before: Callable[[], None] = lambda: None,
@@ -163,23 +164,17 @@ def perform(
         stage: Name of the stage.
         config: Config of the stage.
         refs: References by role.
-        label: Name in logs. Default: stage and iteration, `generate 2/5`; by hand nothing is
-            logged.
+        label: Name in logs, such as `generate 2/5`. Default: nothing is logged.
         into: Run that the new version belongs to. Default: the recipe's.
         force: Run it again even if a finished version exists. A forced stage is not retried, since
             a retry would repeat even what the failed attempt finished.
         iteration: Iteration that the task is tagged with.
-        round: Shown in the label, if an iteration may have several.
         upcoming: Configs of the next stages, by name; their processes import modules while this
             stage runs.
         needs_files: Do not accept a version whose files expired, because its files will be read.
         before: Called before the call is run, if it is; its error ends `perform`.
     """
     run = _RUN.get()
-    if not label and run.iterations is not None:
-        label = f"{stage} {iteration}/{run.iterations}"
-        if round is not None:
-            label += f" round {round}"
     call = run.call(stage, config, refs, label)
     call = replace(call, into=into or call.into, force=force)
     outcome = find_outcome(call, expired=run.expired)
@@ -192,13 +187,14 @@ def perform(
         time.sleep(_POLL_SECONDS)
         outcome = find_outcome(call)
     if outcome is None:
-        make = run.runner_of(call)
+        if run.runner is None:
+            raise NotFinished(call.label)
         before()
         if run.expired:
             refs = {role: run.with_files(ref) for role, ref in refs.items()}
             call = replace(call, refs=refs)
         next_calls = [run.call(name, following, {}) for name, following in upcoming.items()]
-        outcome = make(call, next_calls, prefect_tags(run.recipe.run, stage, iteration))
+        outcome = run.runner(call, next_calls, prefect_tags(run.recipe.run, stage, iteration))
         flows.num_made += not outcome.cached
     if label:
         log.info("%s", describe(label, outcome))

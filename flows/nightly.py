@@ -240,7 +240,7 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
     evaluation = measure(recipe, candidate, recipe.iterations, baseline=baseline).ref
     judgement = judge(promotion, store.open(evaluation).manifest.metrics)
     distance = moved(promotion, store, in_use, candidate, evaluation)
-    far = distance.in_words
+    far = "; ".join(distance.beyond_limits)
     if far:
         log.warning("%-22s %s moved far: %s", f"nightly {night.name}", candidate, far)
     is_promoted = judgement.better and not far

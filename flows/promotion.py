@@ -150,11 +150,6 @@ class Moved(NamedTuple):
     numbers: dict[str, Any]
     """Numbers: kl; entropy, truncated and mean_length before and after. None: not finite."""
 
-    @property
-    def in_words(self) -> str:
-        """All of `beyond_limits` in one line."""
-        return "; ".join(self.beyond_limits)
-
 
 def moved(
     promotion: Promotion, store: Store, in_use: str, candidate: str, evaluation: str
