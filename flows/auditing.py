@@ -137,10 +137,14 @@ def _chosen(store: Store, run: str, num_iterations: int) -> Iterator[tuple[int, 
     """Yield the number and the rewards of some iterations, evenly spaced."""
     manifests = Manifests(store)
     newest = manifests.store.open(ends_of(store, run)[0]).manifest
-    iterations = list(manifests.iterations(list(manifests.line(newest))))
-    count = min(len(iterations), num_iterations)
-    for index in np.linspace(0, len(iterations) - 1, count).round().astype(int).tolist():
-        yield index + 1, [each for each in iterations[index] if each.kind == "rewards"]
+    policies = list(manifests.line(newest))[::-1]
+    places = [place for place, policy in enumerate(policies) if policy.stage == "optimize"]
+    count = min(len(places), num_iterations)
+    for index in np.linspace(0, len(places) - 1, count).round().astype(int).tolist():
+        place = places[index]
+        learned_from = {entry.ref for policy in policies[:place] for entry in policy.inputs}
+        versions = manifests.made_of(policies[place], learned_from)
+        yield index + 1, [each for each in versions if each.kind == "rewards"]
 
 
 def _scored_rows(store: Store, trained: Sequence[Manifest], judge: Judge) -> Iterator[pa.Table]:
