@@ -122,7 +122,7 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
     """
     tonight = plan_night(recipe, _name(night))
     iterations: list[Iteration] = []
-    with as_tasks(tonight.recipe, expired=True):
+    with as_tasks(tonight.recipe):
         entry = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.key)
         if entry is None:
             if recipe.overlap or recipe.evaluate.every:

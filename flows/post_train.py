@@ -78,8 +78,7 @@ def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> di
         ConfigError: If a stage cannot run with this recipe.
     """
     forced = CHAIN[CHAIN.index(first_forced) :] if first_forced else ()
-    # `expired`: a finished version counts as done even if its files were deleted.
-    with as_tasks(recipe, expired=True):
+    with as_tasks(recipe):
         recipe = recipe.resolved()
         chain = Chain(recipe, forced)
         base = chain.import_policy()

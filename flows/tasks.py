@@ -103,11 +103,11 @@ def stage_task(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Out
 
 
 @contextmanager
-def as_tasks(recipe: Recipe, *, expired: bool = False) -> Iterator[None]:
+def as_tasks(recipe: Recipe) -> Iterator[None]:
     """Let `perform` inside call the stages as tasks, and end waiting processes afterwards.
 
-    Outside a flow run no server is asked, and nothing is retried. If `expired` is true, finished
-    versions whose files expired count as done.
+    Outside a flow run no server is asked, and nothing is retried. A finished version counts as done
+    even if its files were deleted.
     """
     placement = recipe.placement
 
@@ -121,7 +121,7 @@ def as_tasks(recipe: Recipe, *, expired: bool = False) -> Iterator[None]:
         retried.task_key = f"{retried.task_key}-{call.label}"
         return retried(call, upcoming, tags)
 
-    with calls_of(recipe, run_task, expired=expired), TagsContext(current_tags=set()):
+    with calls_of(recipe, run_task, expired=True), TagsContext(current_tags=set()):
         try:
             yield
         finally:
