@@ -32,6 +32,8 @@ from quiver.stages.turns.environment_config import ENVIRONMENTS, TOOLS
 
 Paths = dict[str, Path]
 """Absolute paths by the key that names them, such as `data.source`."""
+Reading = tuple[Path | None, str]
+"""The path in a text, and what follows it, such as `:function`. None: the text is no path."""
 
 
 def make_absolute(
@@ -106,17 +108,17 @@ def check_visible(paths: Paths, mounts: tuple[str, ...], where: str) -> None:
 # -- what a value names
 
 
-def _path(text: str) -> tuple[Path | None, str]:
+def _path(text: str) -> Reading:
     return Path(os.path.expanduser(text)), ""
 
 
-def _code(text: str) -> tuple[Path | None, str]:
+def _code(text: str) -> Reading:
     """Split `file.py:function`. A module, or the name of one of Quiver's functions, is no path."""
     holder, colon, attribute = text.rpartition(":")
     return (_path(holder)[0], colon + attribute) if holder.endswith(".py") else (None, "")
 
 
-def _model(text: str) -> tuple[Path | None, str]:
+def _model(text: str) -> Reading:
     """Read a model: an existing directory or file, or a text that looks like a path; else a
     function, a package's file, or a hub id."""
     path = Path(os.path.expanduser(text))
@@ -125,18 +127,18 @@ def _model(text: str) -> tuple[Path | None, str]:
     return (path, "") if is_path and not text.startswith("package:") else _code(text)
 
 
-def _rows(text: str) -> tuple[Path | None, str]:
+def _rows(text: str) -> Reading:
     is_file = Path(text).suffix in SUFFIXES and not text.startswith("datasets:")
     return _path(text) if is_file else _code(text)
 
 
-def _interpreter(text: str) -> tuple[Path | None, str]:
+def _interpreter(text: str) -> Reading:
     """Search PATH for a bare name. Links are not followed, since a virtual environment's python is
     one."""
     return _path(text if "/" in text else shutil.which(text) or text)
 
 
-PATHS: dict[str, Callable[[str], tuple[Path | None, str]]] = {
+PATHS: dict[str, Callable[[str], Reading]] = {
     "store": _path,
     "policy.model": _model,
     "data.source": _rows,

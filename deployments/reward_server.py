@@ -30,7 +30,6 @@ import logging
 import signal
 import socket
 import sys
-import tomllib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quiver.schemas.errors import ConfigError, QuiverError, SecurityError, printable, unexpected
-from quiver.stages.core.config import parse
+from quiver.stages.core.config import parse, read_recipe
 from quiver.stages.core.servers import MalformedError, is_loopback, read_json, secret
 from quiver.stages.reward.config import Config, with_fingerprints
 from quiver.stages.reward.pool.scorer import no_groups
@@ -313,14 +312,7 @@ def make_server(app: FastAPI) -> uvicorn.Server:
 def load(path: Path) -> Config:
     """Return the [reward] section of a TOML file, which may hold other sections too. Raises
     ConfigError."""
-    try:
-        section = tomllib.loads(path.read_text(encoding="utf-8")).get("reward")
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"recipe {path}",
-            printable(error),
-            next="name a recipe, e.g. deployments/recipes/demo.toml",
-        ) from None
+    section = read_recipe(path).get("reward")
     if not isinstance(section, dict):
         raise ConfigError(
             f"recipe {path}", "has no section [reward]", next="name a recipe that has one"

@@ -84,28 +84,26 @@ def serve(
                 "flow_run": started,
             }
         )
-        logging.getLogger("prefect.runner.state_proposer").addFilter(SaidOnce())
+        logging.getLogger("prefect.runner.state_proposer").addFilter(said_once())
         _run(runner)
 
 
-class SaidOnce(logging.Filter):
-    """Logs once per flow run that it is due and waits for the last run. Prefect asks its server
-    every few seconds, and logs each refusal as an aborted submission."""
+def said_once() -> Callable[[logging.LogRecord], bool]:
+    """Return a filter that logs once per flow run that it is due and waits for the last run.
+    Prefect asks its server every few seconds, and logs each refusal as an aborted submission."""
+    waiting: set[str] = set()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._waiting: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """True if the record is to be logged."""
+    def is_logged(record: logging.LogRecord) -> bool:
         match record.args:
             case (flow_run_id, "SCHEDULED") if "non-pending state" in record.getMessage():
-                is_new = str(flow_run_id) not in self._waiting
-                self._waiting.add(str(flow_run_id))
+                is_new = str(flow_run_id) not in waiting
+                waiting.add(str(flow_run_id))
                 record.msg = "flow run %s is due; it waits until the last one has ended"
                 record.args = (flow_run_id,)
                 return is_new
         return True
+
+    return is_logged
 
 
 def _run(runner: Runner) -> None:

@@ -39,7 +39,6 @@ from .dispatch import run_at
 from .placement import keeps_engine, trains_here, where_of
 from .prefect_server import tell_version
 from .recipe import Recipe
-from .sections import Placement
 from .slots import visible_gpus
 
 _POLL_SECONDS = 1.0
@@ -49,18 +48,18 @@ CallRunner = Callable[[Call, Sequence[Call], Sequence[str]], Outcome]
 Prefect."""
 
 
+class NotFinished(Exception):
+    """Raised instead of running a call, in a block that only looks up what is finished."""
+
+
 @dataclass
 class _Run:
     """The recipe's run, as `perform` sees it: which versions it made, and how its calls run."""
 
-    name: str
-    store: str
-    placement: Placement
-    online: bool
-    runner_of: Callable[[Call], CallRunner]
-    """Chooses how a call runs whose version is not finished."""
-    iterations: int | None = None
-    """Number of iterations, for the labels in logs. None: stages are called by hand, one by one."""
+    recipe: Recipe
+    """The recipe; its `placement.resident_engine` is decided."""
+    runner: CallRunner | None
+    """Runs calls whose version is not finished. None: `NotFinished` is raised instead."""
     expired: bool = False
     """If true, a finished version whose files expired counts as done."""
     note: str = ""
@@ -72,15 +71,16 @@ class _Run:
 
     def call(self, stage: str, config: Config, refs: Refs, label: str = "") -> Call:
         """Return a call of this run, to be run where [placement] says."""
+        recipe = self.recipe
         return Call(
             stage,
             config.model_dump(mode="json"),
-            self.store,
+            recipe.store,
             dict(refs),
-            into=self.name,
-            label=f"{self.name} · {label or stage}",
+            into=recipe.run,
+            label=f"{recipe.run} · {label or stage}",
             note=self.note,
-            where=where_of(self.placement, stage, online=self.online),
+            where=where_of(recipe.placement, stage, online=recipe.online),
         )
 
     def with_files(self, ref: str | list[str]) -> str | list[str]:
@@ -90,7 +90,7 @@ class _Run:
         """
         if isinstance(ref, list):
             return [self.with_files(single) for single in ref]
-        store = Store(self.store)
+        store = Store(self.recipe.store)
         if store.exists(parse(ref)):
             return ref
         if ref in self.again:
@@ -108,33 +108,25 @@ _RUN: ContextVar[_Run] = ContextVar("quiver_run")
 @contextmanager
 def calls_of(
     recipe: Recipe,
-    runner_of: Callable[[Call], CallRunner],
+    runner: CallRunner | None,
     *,
-    iterations: int | None = None,
     expired: bool = False,
     note: str = "",
 ) -> Iterator[None]:
-    """Let `perform` inside belong to the recipe's run.
+    """Let `perform` inside belong to the recipe's run, and run its calls by `runner`. If it is
+    None, nothing is run: the first call that is not finished raises NotFinished.
 
     `check_stages` checks each stage once within it. If `expired` is true, finished versions whose
     files expired count as done. `note` goes into the manifest of each version that is made; by
     default, the note of the block around this one.
     """
-    is_resident = keeps_engine(recipe, len(visible_gpus()))
+    decided = {"resident_engine": keeps_engine(recipe, len(visible_gpus()))}
+    placement = recipe.placement.model_copy(update=decided)
+    recipe = recipe.model_copy(update={"placement": placement})
     enclosing = _RUN.get(None)
     if enclosing is not None:
         note = note or enclosing.note
-    run = _Run(
-        recipe.run,
-        recipe.store,
-        recipe.placement.model_copy(update={"resident_engine": is_resident}),
-        recipe.online,
-        runner_of,
-        iterations=iterations,
-        expired=expired,
-        note=note,
-    )
-    token = _RUN.set(run)
+    token = _RUN.set(_Run(recipe, runner, expired, note))
     try:
         yield
     finally:
@@ -149,7 +141,7 @@ def run_here(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outco
     return outcome
 
 
-by_hand = partial(calls_of, runner_of=lambda call: run_here)
+by_hand = partial(calls_of, runner=run_here)
 """Let calls of a recipe's run inside do without Prefect: `with by_hand(recipe): …`"""
 
 
@@ -162,7 +154,6 @@ def perform(
     into: str | None = None,
     force: bool = False,
     iteration: int | None = None,
-    round: int | None = None,
     upcoming: Mapping[str, Config] = MappingProxyType({}),
     needs_files: bool = False,
     before: Callable[[], None] = lambda: None,
@@ -173,27 +164,21 @@ def perform(
         stage: Name of the stage.
         config: Config of the stage.
         refs: References by role.
-        label: Name in logs. Default: stage and iteration, `generate 2/5`; by hand nothing is
-            logged.
+        label: Name in logs, such as `generate 2/5`. Default: nothing is logged.
         into: Run that the new version belongs to. Default: the recipe's.
         force: Run it again even if a finished version exists. A forced stage is not retried, since
             a retry would repeat even what the failed attempt finished.
         iteration: Iteration that the task is tagged with.
-        round: Shown in the label, if an iteration may have several.
         upcoming: Configs of the next stages, by name; their processes import modules while this
             stage runs.
         needs_files: Do not accept a version whose files expired, because its files will be read.
         before: Called before the call is run, if it is; its error ends `perform`.
     """
     run = _RUN.get()
-    if not label and run.iterations is not None:
-        label = f"{stage} {iteration}/{run.iterations}"
-        if round is not None:
-            label += f" round {round}"
     call = run.call(stage, config, refs, label)
-    call = replace(call, into=into or run.name, force=force)
+    call = replace(call, into=into or call.into, force=force)
     outcome = find_outcome(call, expired=run.expired)
-    if needs_files and outcome is not None and not Store(run.store).exists(parse(outcome.ref)):
+    if needs_files and outcome is not None and not Store(call.store).exists(parse(outcome.ref)):
         outcome = None
     # A launcher runs the whole command, `quiver optimize`, on every rank. If a version is missing
     # whose stage knows no ranks, such as logprobs, rank 0 makes it and the others wait here. If it
@@ -202,13 +187,14 @@ def perform(
         time.sleep(_POLL_SECONDS)
         outcome = find_outcome(call)
     if outcome is None:
-        make = run.runner_of(call)
+        if run.runner is None:
+            raise NotFinished(call.label)
         before()
         if run.expired:
             refs = {role: run.with_files(ref) for role, ref in refs.items()}
             call = replace(call, refs=refs)
         next_calls = [run.call(name, following, {}) for name, following in upcoming.items()]
-        outcome = make(call, next_calls, prefect_tags(run.name, stage, iteration))
+        outcome = run.runner(call, next_calls, prefect_tags(run.recipe.run, stage, iteration))
         flows.num_made += not outcome.cached
     if label:
         log.info("%s", describe(label, outcome))
@@ -243,11 +229,11 @@ def check_stages(
     version = None
     form = ""
     if prompts is not None:
-        version = Store(run.store).open(run.with_files(prompts))
+        version = Store(run.recipe.store).open(run.with_files(prompts))
         columns = tuple(column.name for column in version.table().schema.field("columns").type)
         form = digest([columns, version.manifest.metrics.get("assistant_starts")])
     for stage, config in configs.items():
-        if stage == "optimize" and not trains_here(run.placement):
+        if stage == "optimize" and not trains_here(run.recipe.placement):
             continue
         if run.checked.isdisjoint({(stage, ""), (stage, form)}):
             try:

@@ -72,7 +72,7 @@ def run_at(
     ):
         if count > 1:
             return _run_together(call, count, on_line)
-        with slots(call, call.label, call.where.slots) as env:
+        with slots(call, call.label) as env:
             # Processes with an environment of their own learn their devices only later.
             for following in () if env else upcoming:
                 where = following.where
@@ -120,7 +120,7 @@ def _run_together(call: Call, count: int, on_line: Callable[[str], None]) -> Out
     """Start time of each process, by its number."""
 
     def run_one(number: int) -> Outcome:
-        with slots(shared, f"{call.label} ({number + 1} of {count})", call.where.slots) as env:
+        with slots(shared, f"{call.label} ({number + 1} of {count})") as env:
             started[number] = time.monotonic()
             name = f"GPU {env['CUDA_VISIBLE_DEVICES']}" if env else f"{number + 1} of {count}"
             if not env:

@@ -13,7 +13,7 @@ one with other tokens; the other policies still get their estimates. The estimat
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,13 @@ def estimate(
     ] or [_of_nearest_ancestor(store, recipe.run, names[0])]
     samplers = [_require_usable(store, sources, source) for source in sources]
     samples = offpolicy.read(store, sources)
-    _require_rows(sources, len(samples.prompts))
+    num_rows = len(samples.prompts)
+    if num_rows < offpolicy.FEWEST_ROWS:  # even rows of equal weight would be too few
+        raise LineageError(
+            " ".join(str(source.ref) for source in sources),
+            f"too few scored rows: {num_rows}, an estimate needs {offpolicy.FEWEST_ROWS}",
+            next="name more evaluations by --from, or evaluate more rows",
+        )
 
     def logprobs(policy: str) -> list[Version]:
         """Return logprobs of each evaluation's rollouts under a policy; missing ones are made."""
@@ -99,7 +105,8 @@ def estimate(
     estimates = []
     for name in names:
         try:
-            if _learned_from(store, name, hashes):
+            line = _line(store, name)
+            if any(entry.content_hash in hashes for policy in line for entry in policy.inputs):
                 answer = offpolicy.refusal("it was trained on these rollouts")
             else:
                 weights = samples.logprobs(logprobs(name)) - denominators
@@ -144,16 +151,6 @@ def _line(store: Store, policy: str) -> Iterator[Manifest]:
         parents = {parent for parent in parents_of(manifest) if parse(parent).kind == "policy"}
         waiting += sorted(parents - seen)
         seen |= parents
-
-
-def _learned_from(store: Store, policy: str, hashes: Collection[str]) -> bool:
-    """Return True if a policy, or one it was made from, was trained on rollouts with one of these
-    content hashes."""
-    return any(
-        entry.content_hash in hashes
-        for manifest in _line(store, policy)
-        for entry in manifest.inputs
-    )
 
 
 def _of_nearest_ancestor(store: Store, run: str, policy: str) -> Version:
@@ -210,16 +207,6 @@ def _require_usable(store: Store, sources: Sequence[Version], source: Version) -
             next="leave one of them out",
         )
     return source.manifest.require_model("policy").ref
-
-
-def _require_rows(sources: Sequence[Version], num_rows: int) -> None:
-    """Raise LineageError if even rows of equal weight would be too few."""
-    if num_rows < offpolicy.FEWEST_ROWS:
-        raise LineageError(
-            " ".join(str(source.ref) for source in sources),
-            f"too few scored rows: {num_rows}, an estimate needs {offpolicy.FEWEST_ROWS}",
-            next="name more evaluations by --from, or evaluate more rows",
-        )
 
 
 def _check_gap(recipe: Recipe, rollouts: Version, gap: float) -> None:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def measure(
         return None
     name = policy.removeprefix(f"{recipe.run}/")
 
-    def measured_by(stage: str, config: Config, into: str, **refs: str) -> Outcome:
+    def run(stage: str, config: Config, into: str = f"{recipe.run}.eval", **refs: str) -> Outcome:
         return perform(
             stage,
             config,
@@ -78,7 +77,6 @@ def measure(
         before()
         check_stages({"reward": recipe.reward}, prompts.ref, recipe.offered_columns)
 
-    run = partial(measured_by, into=f"{recipe.run}.eval")
     prompts = run("prompt", recipe.prompt_config(0, evaluation=True), policy=policy)
     config = recipe.generate_config(0, evaluation=True)
     rollouts = run("generate", config, prompts=prompts.ref, policy=policy)
@@ -86,7 +84,7 @@ def measure(
     refs = {"rollouts": rollouts.ref, "rewards": rewards.ref}
     if baseline:
         refs["baseline"] = baseline
-    evaluation = measured_by("evaluate", recipe.evaluate_config(), recipe.run, **refs)
+    evaluation = run("evaluate", recipe.evaluate_config(), recipe.run, **refs)
     # Also for a finished evaluation: an earlier attempt may have ended before this line.
     python = recipe.placement.python.get("optimize", sys.executable)
     track_evaluation(recipe.optimize, recipe.store, evaluation.ref, python)

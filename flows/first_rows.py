@@ -333,5 +333,5 @@ def reference_of(reward: RewardConfig, offered: Sequence[str], row: dict[str, An
 
 
 def _made(stage: str, config: Config, store: Store, **inputs: Version) -> Version:
-    refs = {role: str(version.ref) for role, version in inputs.items()}
-    return store.open(str(run_stage(stage, config, store, in_process=True, **refs)))
+    refs = {role: version.ref for role, version in inputs.items()}
+    return store.open(run_stage(stage, config, store, in_process=True, **refs))

@@ -60,10 +60,6 @@ class Machine:
     """Bytes of one device."""
     count: int = 1
 
-    @property
-    def is_gpu(self) -> bool:
-        return self.name != "cpu"
-
 
 _MEBIBYTES = {
     "a10": 23028,
@@ -351,7 +347,7 @@ class Estimate:
 
     def uses_gpu(self, device: str) -> bool:
         """True if a stage with this `device` runs on the GPUs; else it runs on this host's CPU."""
-        return self.machine.is_gpu and device != "cpu"
+        return self.machine.name != "cpu" != device
 
     def _devices(self, of_process: int, shards: int) -> int:
         """Return how many devices the processes of a shared stage use together, `of_process` each.
@@ -359,7 +355,7 @@ class Estimate:
         There are never more processes than shards.
         """
         asked = self.recipe.placement.devices
-        if asked is None or not self.machine.is_gpu:
+        if asked is None or self.machine.name == "cpu":
             return of_process
         most = self.machine.count if asked == "all" else min(asked, self.machine.count)
         return max(1, min(most // of_process, shards)) * of_process

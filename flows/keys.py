@@ -23,33 +23,17 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.stages.core.config import Config, Key, descriptions, keys_of
+from quiver.stages import MODULES
+from quiver.stages.core.config import Key, descriptions, keys_of
 from quiver.stages.core.names_elsewhere import IN_SECTIONS, KEYS
-from quiver.stages.evaluate.config import Config as EvaluateConfig
+from quiver.stages.core.run.stage import load_stage
 from quiver.stages.generate.engine import ENGINES
-from quiver.stages.generate.stage import Config as GenerateConfig
-from quiver.stages.logprobs.config import Config as LogprobsConfig
-from quiver.stages.model.checkpoints import PolicyConfig
-from quiver.stages.optimize.stage import Config as OptimizeConfig
-from quiver.stages.prompt.config import Config as PromptConfig
-from quiver.stages.reward.stage import Config as RewardConfig
 
 from .recipe import Recipe
 
 OVERLAYS = {"data.held_out": "data", "evaluate.generate": "generate"}
 """Tables that hold the keys of another section with other values, for evaluation."""
 _OPTIONS = "generate.options"
-_STAGE_CONFIGS: dict[str, type[Config]] = {
-    "policy": PolicyConfig,
-    "data": PromptConfig,
-    "prompt": PromptConfig,
-    "generate": GenerateConfig,
-    "reward": RewardConfig,
-    "logprobs": LogprobsConfig,
-    "optimize": OptimizeConfig,
-    "evaluate": EvaluateConfig,
-}
-"""Config of the stage that a section's keys enter, by the section's name."""
 _WORDS = {bool: "true or false", int: "integer", float: "number", str: "text", Any: "anything"}
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 _HEAD = """# Keys of a recipe
@@ -123,8 +107,9 @@ def _entry(key: Key, heading: str) -> KeyEntry:
         default = "not set" if plain is None else json.dumps(plain, ensure_ascii=False)
     top, _, below = key.path.partition(".")
     decides = key.path == "seed" or key.path in OVERLAYS
-    if top in _STAGE_CONFIGS:
-        decides |= below.partition(".")[0] in _STAGE_CONFIGS[top].model_fields
+    stage = "prompt" if top == "data" else top
+    if stage in MODULES:  # the keys of a section enter the config of its stage
+        decides |= below.partition(".")[0] in load_stage(stage).Config.model_fields
     return KeyEntry(
         name=key.path,
         section=heading,

@@ -122,7 +122,7 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
     """
     tonight = plan_night(recipe, _name(night))
     iterations: list[Iteration] = []
-    with as_tasks(tonight.recipe, expired=True):
+    with as_tasks(tonight.recipe):
         entry = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.key)
         if entry is None:
             if recipe.overlap or recipe.evaluate.every:
@@ -240,7 +240,7 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
     evaluation = measure(recipe, candidate, recipe.iterations, baseline=baseline).ref
     judgement = judge(promotion, store.open(evaluation).manifest.metrics)
     distance = moved(promotion, store, in_use, candidate, evaluation)
-    far = distance.in_words
+    far = "; ".join(distance.beyond_limits)
     if far:
         log.warning("%-22s %s moved far: %s", f"nightly {night.name}", candidate, far)
     is_promoted = judgement.better and not far

@@ -78,8 +78,7 @@ def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> di
         ConfigError: If a stage cannot run with this recipe.
     """
     forced = CHAIN[CHAIN.index(first_forced) :] if first_forced else ()
-    # `expired`: a finished version counts as done even if its files were deleted.
-    with as_tasks(recipe, expired=True):
+    with as_tasks(recipe):
         recipe = recipe.resolved()
         chain = Chain(recipe, forced)
         base = chain.import_policy()
@@ -370,9 +369,11 @@ class Chain:
         return {} if is_last else {"generate": recipe.generate_config(iteration + 1)}
 
     def options(self, stage: str, iteration: int, round: int | None = None) -> dict[str, Any]:
-        """Return the options of `perform` that all stages share: `force`, and what a label names.
+        """Return the options of `perform` that all stages share: `force`, iteration and label.
 
-        It names the round only with [data] refill: otherwise that is the iteration's number.
+        The label names the round only with [data] refill: otherwise that is the iteration's number.
         """
-        shown = round if self.recipe.data.refill else None
-        return {"force": stage in self.forced, "iteration": iteration, "round": shown}
+        label = f"{stage} {iteration}/{self.recipe.iterations}"
+        if round is not None and self.recipe.data.refill:
+            label += f" round {round}"
+        return {"force": stage in self.forced, "iteration": iteration, "label": label}

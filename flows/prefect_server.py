@@ -40,7 +40,6 @@ from quiver.stages.core.store.leases import Owner
 from quiver.stages.core.store.tags import Entry
 
 if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas.objects import FlowRun
 
 SECONDS = 8.0
@@ -181,7 +180,14 @@ def crash_abandoned() -> int:
 
     message = "its process is gone; finished shards and versions are kept"
     with asking(PREFECT_API_URL.value() or ""), get_client(sync_client=True) as client:
-        runs = abandoned_runs(client)
+        runs: list[FlowRun] = []
+        while page := client.read_flow_runs(
+            flow_run_filter=FlowRunFilter.model_validate(_UNFINISHED),
+            limit=RUNS_AT_ONCE,
+            offset=len(runs),
+        ):
+            runs += page
+        runs = [run for run in runs if any(map(_is_dead, run.tags))]
         for run in runs:
             # One page is enough: a flow runs few tasks at once. The flow comes last, since only
             # unfinished flows are looked for.
@@ -192,19 +198,6 @@ def crash_abandoned() -> int:
                 client.set_task_run_state(task.id, Crashed(message=message), force=True)
             client.set_flow_run_state(run.id, Crashed(message=message), force=True)
     return len(runs)
-
-
-def abandoned_runs(client: SyncPrefectClient) -> list[FlowRun]:
-    """Return the server's unfinished runs whose process on this host is dead."""
-    from prefect.client.schemas.filters import FlowRunFilter
-
-    filters = FlowRunFilter.model_validate(_UNFINISHED)
-    runs: list[FlowRun] = []
-    while page := client.read_flow_runs(
-        flow_run_filter=filters, limit=RUNS_AT_ONCE, offset=len(runs)
-    ):
-        runs += page
-    return [run for run in runs if any(map(_is_dead, run.tags))]
 
 
 def _is_dead(tag: str) -> bool:

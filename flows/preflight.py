@@ -69,14 +69,6 @@ def preflight(recipe: Recipe) -> Recipe:
     read_template(recipe.prompt.template, "prompt.template")
     if is_function(recipe.policy.model):
         plugins.definition(recipe.policy.model, "policy.model")
-    for evaluation in {False, recipe.data.held_out is not None}:
-        generate = recipe.generate_config(0, evaluation=evaluation)
-        options = engine_options(generate.engine, generate.options)
-        if options is None:
-            plugins.definition(generate.engine, "generate.engine", "class")
-        code_hash(generate.engine, options)
-        for code in generate.turns.own_code() if generate.turns else ():
-            plugins.definition(*code)
     refuse_scripted("generate.engine scripted", recipe.generate.engine, recipe.optimize_config())
     if trains_here(recipe.placement):
         load_stage("optimize").check(recipe.optimize_config(), ())
@@ -133,48 +125,50 @@ def check_base(recipe: Recipe, open: Callable[[str], Version], policy: Version) 
 
 
 def check_demands(recipe: Recipe) -> None:
-    """Raise ConfigError if a stage that runs here could not begin. Stages in pools are checked
-    there."""
+    """Raise ConfigError if code that samples is missing, or if a stage that runs here could not
+    begin. The needs of stages in pools are checked there."""
     elsewhere = recipe.placement.pools
     lora = recipe.optimize.lora
-    if "generate" not in elsewhere:
-        for evaluation in {False, recipe.data.held_out is not None}:
-            config = recipe.generate_config(1, evaluation=evaluation)
-            options = engine_options(config.engine, config.options)
-            section = "evaluate.generate" if evaluation else "generate"
-            if isinstance(options, VllmServerOptions):
-                secret(options.token, f"{section}.options.token")
-                num_policies = 2 if evaluation else recipe.iterations
-                is_adapter = lora is not None and lora.save == "adapter"
-                advice = 'set generate.engine = "vllm"'
-                problem = ""
-                if recipe.media:
-                    problem = "prompts with pictures or clips are not sent to servers"
-                    advice = 'set generate.engine = "transformers"'
-                elif is_adapter and num_policies > 1:
-                    problem = (
-                        "a policy that is an adapter alone has no weights that a server could load"
-                    )
-                    advice = 'set optimize.lora.save = "merged"'
-                elif num_policies > 1 and not options.wait_seconds:
-                    problem = (
-                        f"{num_policies} policies need servers one after another, but wait_seconds "
-                        "is 0"
-                    )
-                    advice = (
-                        f"set {section}.options.wait_seconds to as long as a server takes to start"
-                    )
-                if problem:
-                    raise ConfigError(f"{section}.engine vllm-server", problem, next=advice)
-            devices = recipe.placement.devices
-            needed = engine_gpus(config.options)
-            if isinstance(devices, int) and config.engine == "vllm" and devices < needed:
-                raise ConfigError(
-                    "placement.devices",
-                    f"one engine needs {needed} GPUs by generate.options, got {devices}",
-                    next=f"set placement.devices to {needed} or a multiple of it",
+    for evaluation in {False, recipe.data.held_out is not None}:
+        config = recipe.generate_config(1, evaluation=evaluation)
+        options = engine_options(config.engine, config.options)
+        section = "evaluate.generate" if evaluation else "generate"
+        if options is None:
+            plugins.definition(config.engine, f"{section}.engine", "class")
+        code_hash(config.engine, options)
+        for code in config.turns.own_code() if config.turns else ():
+            plugins.definition(*code)
+        if "generate" in elsewhere:
+            continue
+        if isinstance(options, VllmServerOptions):
+            secret(options.token, f"{section}.options.token")
+            num_policies = 2 if evaluation else recipe.iterations
+            is_adapter = lora is not None and lora.save == "adapter"
+            problem = advice = ""
+            if recipe.media:
+                problem = "prompts with pictures or clips are not sent to servers"
+                advice = 'set generate.engine = "transformers"'
+            elif is_adapter and num_policies > 1:
+                problem = (
+                    "a policy that is an adapter alone has no weights that a server could load"
                 )
-            require_gpus(Call("generate", config.model_dump(mode="json"), recipe.store))
+                advice = 'set optimize.lora.save = "merged"'
+            elif num_policies > 1 and not options.wait_seconds:
+                problem = (
+                    f"{num_policies} policies need servers one after another, but wait_seconds is 0"
+                )
+                advice = f"set {section}.options.wait_seconds to as long as a server takes to start"
+            if problem:
+                raise ConfigError(f"{section}.engine vllm-server", problem, next=advice)
+        devices = recipe.placement.devices
+        needed = engine_gpus(config.options)
+        if isinstance(devices, int) and config.engine == "vllm" and devices < needed:
+            raise ConfigError(
+                "placement.devices",
+                f"one engine needs {needed} GPUs by generate.options, got {devices}",
+                next=f"set placement.devices to {needed} or a multiple of it",
+            )
+        require_gpus(Call("generate", config.model_dump(mode="json"), recipe.store))
     if "optimize" not in elsewhere:
         config = recipe.optimize_config().model_dump(mode="json")
         require_gpus(Call("optimize", config, recipe.store))

@@ -150,11 +150,6 @@ class Moved(NamedTuple):
     numbers: dict[str, Any]
     """Numbers: kl; entropy, truncated and mean_length before and after. None: not finite."""
 
-    @property
-    def in_words(self) -> str:
-        """All of `beyond_limits` in one line."""
-        return "; ".join(self.beyond_limits)
-
 
 def moved(
     promotion: Promotion, store: Store, in_use: str, candidate: str, evaluation: str
@@ -252,11 +247,8 @@ def decide(
     try:
         store.tag(run, promotion.tag, ref, expected=before, why=why, key=key, about=about)
     except ConflictError as error:
-        raise ConflictError(
-            error.object,
-            error.message,
-            state=f"the tag stays where it was moved to; {about.get('candidate', ref)} is still "
-            "in the store.",
-            next="start the same night again: it starts from the policy that is in use now",
-        ) from None
+        candidate = about.get("candidate", ref)
+        error.state = f"the tag stays where it was moved to; {candidate} is still in the store."
+        error.next = "start the same night again: it starts from the policy that is in use now"
+        raise
     return entry_of(store, run, promotion, key)

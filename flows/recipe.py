@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from typing import Any
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from quiver import flows
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError
 from quiver.schemas.prompts import MEDIA
 from quiver.schemas.refs import check_name
 from quiver.schemas.refs import parse as parse_ref
-from quiver.stages.core.config import Config, parse
-from quiver.stages.core.files import read_file
+from quiver.stages.core.config import Config, parse, read_recipe
 from quiver.stages.core.store import Store
 from quiver.stages.evaluate.config import Config as EvaluateConfig
 from quiver.stages.generate.stage import Config as GenerateConfig
@@ -215,20 +213,7 @@ class Recipe(Config):
         If `measures` is false, [evaluate] need not fit [reward]. Raises ConfigError with the file,
         line or key.
         """
-        try:
-            sections = tomllib.loads(read_file(Path(path)).decode("utf-8-sig"))
-        except FileNotFoundError:
-            raise ConfigError(
-                f"recipe {path}",
-                "there is no such file",
-                next="name a recipe, e.g. deployments/recipes/demo.toml",
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"recipe {path}", printable(error), next="correct the file") from None
-        except OSError as error:
-            raise ConfigError(
-                f"recipe {path}", error.strerror or "cannot be read", next="name a recipe file"
-            ) from None
+        sections = read_recipe(Path(path))
         for setting in settings:
             put_setting(sections, setting)
         # `_can_evaluate` checks [evaluate] only without a context

@@ -11,7 +11,7 @@ command line needs no Prefect for it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -25,7 +25,6 @@ from quiver.stages.core.run.runner import find_outcome
 from quiver.stages.core.run.stage import load_stage
 from quiver.stages.core.store import Store
 from quiver.stages.model import checkpoints
-from quiver.stages.reward.stage import Config as RewardConfig
 
 from .calls import perform
 from .evaluation import measure
@@ -87,11 +86,7 @@ def rerun(
     refs = _named_versions(recipe.run, store, stage, references)
     optional = (*refs, "rewards") if stage == "prompt" else refs
     for role in [role for role in _SEARCH_ORDER if role in ROLES[stage] and role not in optional]:
-        refs[role] = (
-            find_rewards(recipe.reward, store, recipe.run, refs["rollouts"])
-            if role == "rewards"
-            else find_refs(recipe, store, stage, role, refs)
-        )
+        refs[role] = find_refs(recipe, store, stage, role, refs)
     log.info("%-22s %s", f"{stage} of", ", ".join(ref for role in refs.values() for ref in role))
     if stage == "evaluate":
         recipe.data.require_held_out()
@@ -165,31 +160,11 @@ def _named_versions(run: str, store: Store, stage: str, references: References) 
     return refs
 
 
-def find_rewards(
-    reward: RewardConfig, store: Store, run: str, rollouts: Iterable[str]
-) -> list[str]:
-    """Return the rewards of the run that were made from the rollouts with this [reward].
-
-    Raises LineageError if there are none.
-    """
-    config = reward.model_dump(mode="json")
-    rewards = []
-    for ref in rollouts:
-        outcome = find_outcome(Call("reward", config, store.url, {"rollouts": ref}, into=run))
-        if outcome is None:
-            raise LineageError(
-                ref,
-                "this recipe's [reward] has not scored these rollouts",
-                next=f"quiver reward RECIPE --rollouts {ref}",
-            )
-        rewards.append(outcome.ref)
-    return rewards
-
-
 def find_refs(recipe: Recipe, store: Store, stage: str, role: str, refs: RefLists) -> list[str]:
     """Find the references of a role that was not given: the versions that belong to `refs`, else
     the run's latest.
 
+    - rewards: the run's own of the rollouts, by the recipe's [reward].
     - rollouts: the ones that the rewards scored.
     - policy to optimize: the newest policy that sampled the rollouts.
     - policy of the logprobs: the one that [reference] names, else the first policy of its line. A
@@ -198,11 +173,26 @@ def find_refs(recipe: Recipe, store: Store, stage: str, role: str, refs: RefList
     Raises LineageError if a role cannot be found.
     """
     run = recipe.run
+    if role == "rewards":
+        rewards = []
+        config = recipe.reward.model_dump(mode="json")
+        for ref in refs["rollouts"]:
+            outcome = find_outcome(Call("reward", config, store.url, {"rollouts": ref}, into=run))
+            if outcome is None:
+                raise LineageError(
+                    ref,
+                    "this recipe's [reward] has not scored these rollouts",
+                    next=f"quiver reward RECIPE --rollouts {ref}",
+                )
+            rewards.append(outcome.ref)
+        return rewards
     scored = refs.get("rewards") or refs.get("retry")
     if role == "rollouts" and scored:
         return [store.open(ref).manifest.require_input("rollouts").ref for ref in scored]
     if role == "policy" and stage in ("logprobs", "optimize"):
-        samplers = [sampling_policy(store, ref) for ref in refs["rollouts"]]
+        samplers = [
+            store.open(ref).manifest.require_model("policy").ref for ref in refs["rollouts"]
+        ]
         # Version numbers keep rising along the line, also into other runs.
         newest = max(samplers, key=lambda ref: parse(ref).version)
         if stage == "optimize":
@@ -236,8 +226,8 @@ def make_logprobs(
         policies["prox"] = [
             refs["policy"][0]
             if prox_config.prox_of == "start"
-            else sampling_policy(store, rollouts)
-            for rollouts in refs["rollouts"]
+            else manifest.require_model("policy").ref
+            for manifest in manifests
         ]
     configs = {"ref": logprobs.for_role("ref"), "prox": prox_config}
     return {
@@ -271,11 +261,6 @@ def warn_of_temperatures(temperature: float, store: Store, rollouts: list[str]) 
                 ", ".join(differing[:5]),
                 temperature,
             )
-
-
-def sampling_policy(store: Store, rollouts: str) -> str:
-    """Return the policy that sampled the rollouts."""
-    return store.open(rollouts).manifest.require_model("policy").ref
 
 
 def first_of_line(store: Store, policy: str) -> str:

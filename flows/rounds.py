@@ -103,15 +103,14 @@ class Iteration:
         its number, references and groups with contrast. Without it, nothing about rounds is
         included.
         """
-        known = {**vars(self.rounds[0]), **vars(self), "reward_mean": self.reward_mean}
-        optional = ("prox_logprobs", "ref_logprobs")
-        of_rounds = ("number", "num_scored", "contrast_groups", "rounds")
-        fields = {
-            name: field
-            for name, field in known.items()
-            if name not in of_rounds and (field is not None or name not in optional)
-        }
-        if known["contrast_groups"] is not None:
+        first = self.rounds[0]
+        fields = {**vars(first), **vars(self), "reward_mean": self.reward_mean}
+        for name in ("number", "num_scored", "contrast_groups", "rounds"):
+            del fields[name]
+        for name in ("prox_logprobs", "ref_logprobs"):
+            if fields[name] is None:
+                del fields[name]
+        if first.contrast_groups is not None:
             names = ("prompts", "rollouts", "rewards", "contrast_groups")
             fields["rounds"] = [
                 {"round": sampled.number, **{name: getattr(sampled, name) for name in names}}

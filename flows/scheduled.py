@@ -20,10 +20,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from quiver import flows
 from quiver.schemas.errors import ConfigError
-from quiver.stages.core.run.call import Call
 from quiver.stages.core.store import Store
 
-from .calls import CallRunner, calls_of
+from .calls import NotFinished, calls_of
 from .post_train import Chain, post_train
 from .recipe import Recipe
 from .retention import Retention
@@ -33,14 +32,6 @@ from .sections import RunName
 _MANY = 1_000_000
 NOTHING_LEFT = "Nothing left to do"
 """Name of the final state if nothing was made."""
-
-
-class NotFinished(Exception):
-    """Raised instead of making a stage that is not done yet."""
-
-
-def _refuse(call: Call) -> CallRunner:
-    raise NotFinished(call.label)
 
 
 @flow(name="post-train", flow_run_name="{recipe.run} · post-train", persist_result=False)
@@ -75,7 +66,7 @@ def recipe_for(recipe: Recipe, due: datetime) -> Recipe:
         resolved = recipe.resolved()
         finished: list[Iteration] = []
         endless = resolved.model_copy(update={"iterations": _MANY, "retention": Retention()})
-        with suppress(NotFinished), calls_of(endless, _refuse, iterations=_MANY, expired=True):
+        with suppress(NotFinished), calls_of(endless, None, expired=True):
             chain = Chain(endless)
             base = chain.import_policy()
             chain.improve(base, base, finish=finished.append)

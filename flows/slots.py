@@ -7,7 +7,7 @@ child sees only the devices it was given. On a machine without a GPU, `[placemen
 many heavy stages run at once. Slots cover one user on one machine; for anything beyond,
 `[placement] limits` names a limit of the Prefect server.
 
-    with slots(call, "arith · generate 1/3", cpu=1) as env:
+    with slots(call, "arith · generate 1/3") as env:
         run_call(call, env=env)
 """
 
@@ -40,13 +40,12 @@ log = logging.getLogger("quiver")
 
 
 @contextmanager
-def slots(call: Call, label: str, cpu: int = 0) -> Iterator[dict[str, str]]:
+def slots(call: Call, label: str) -> Iterator[dict[str, str]]:
     """Hold the devices that `call` needs, and yield environment variables for its child.
 
     Args:
-        call: The call that needs devices.
+        call: The call that needs devices. On a machine without GPU, its `where.slots` applies.
         label: Name of the call in other flows' logs.
-        cpu: Heavy stages at once on a machine without GPU; 0 for any number.
 
     Raises:
         ConfigError: If the machine has fewer devices than the call needs.
@@ -68,8 +67,8 @@ def slots(call: Call, label: str, cpu: int = 0) -> Iterator[dict[str, str]]:
             if len(names) < len(devices):
                 numbers = [name.removeprefix("gpu-") for name in names]
                 env = {"CUDA_VISIBLE_DEVICES": ",".join(numbers)}
-        elif cpu and call.stage in HEAVY:
-            _take(stack, label, [f"cpu-{number}" for number in range(cpu)], 1)
+        elif call.where.slots and call.stage in HEAVY:
+            _take(stack, label, [f"cpu-{number}" for number in range(call.where.slots)], 1)
         yield env
 
 
@@ -120,8 +119,9 @@ def visible_gpus() -> list[str]:
     if variable is not None:
         names = [name.strip() for name in variable.split(",")]
         return [name for name in names if name not in ("", "-1", "NoDevFiles")]
-    names = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
-    return [str(number) for number in range(sum(name.isdecimal() for name in names))]
+    nodes = Path("/dev").glob("nvidia[0-9]*")
+    count = sum(node.name.removeprefix("nvidia").isdecimal() for node in nodes)
+    return [str(number) for number in range(count)]
 
 
 def _take(stack: ExitStack, label: str, names: list[str], count: int) -> list[str]:

@@ -361,7 +361,7 @@ def _run(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
         return run_here(call, upcoming, tags)
 
 
-_calls = partial(calls_of, runner_of=lambda call: _run)
+_calls = partial(calls_of, runner=_run)
 
 
 def _name(recipe: Recipe) -> str:

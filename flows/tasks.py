@@ -28,7 +28,7 @@ from quiver.stages.core.run.runner import find_outcome
 from quiver.stages.core.run.stage_process import end_waiting
 from quiver.stages.core.run.subprocesses import Stopped
 
-from .calls import CallRunner, calls_of
+from .calls import calls_of
 from .dispatch import run_at
 from .look.pages import show_version
 from .placement import GivenUp
@@ -103,26 +103,25 @@ def stage_task(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Out
 
 
 @contextmanager
-def as_tasks(recipe: Recipe, *, expired: bool = False) -> Iterator[None]:
+def as_tasks(recipe: Recipe) -> Iterator[None]:
     """Let `perform` inside call the stages as tasks, and end waiting processes afterwards.
 
-    Outside a flow run no server is asked, and nothing is retried. If `expired` is true, finished
-    versions whose files expired count as done.
+    Outside a flow run no server is asked, and nothing is retried. A finished version counts as done
+    even if its files were deleted.
     """
     placement = recipe.placement
 
-    def task_for(call: Call) -> CallRunner:
+    def run_task(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
         if FlowRunContext.get() is None:
-            return stage_task.fn
+            return stage_task.fn(call, upcoming, tags)
         retries = 0 if call.force else placement.retries
         delays = [placement.retry_seconds * 3**attempt for attempt in range(retries)]
-        run_task = stage_task.with_options(retries=retries, retry_delay_seconds=delays)
+        retried = stage_task.with_options(retries=retries, retry_delay_seconds=delays)
         # Prefect numbers the runs of each task key, which is not safe with two threads.
-        run_task.task_key = f"{run_task.task_key}-{call.label}"
-        return run_task
+        retried.task_key = f"{retried.task_key}-{call.label}"
+        return retried(call, upcoming, tags)
 
-    calls = calls_of(recipe, task_for, iterations=recipe.iterations, expired=expired)
-    with calls, TagsContext(current_tags=set()):
+    with calls_of(recipe, run_task, expired=True), TagsContext(current_tags=set()):
         try:
             yield
         finally:

@@ -75,7 +75,14 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
             for name in store.tag_names(run):
                 with _collected(errors, f"{run} tag {name}"):
                     for entry in store.history(run, name)[-1:]:
-                        _verify_target(store, run, name, refs.parse(entry.ref).kind)
+                        try:
+                            store.resolve(f"{run}/{refs.parse(entry.ref).kind}@{name}")
+                        except (LineageError, CorruptError) as error:
+                            raise LineageError(
+                                f"{run} tag {name}",
+                                f"points at {error.object}: {error.message}",
+                                next="point the tag at another version",
+                            ) from None
         for kind in refs.KINDS:
             with _collected(errors, f"{run}/{kind}/.work"):
                 errors += damaged_notes(store.storage, run, kind)
@@ -88,18 +95,6 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
                     for number in numbers:
                         with _collected(errors, f"{run}/{kind}@{number}"):
                             marks.checked(store.storage, Ref(run, kind, number), name)
-
-
-def _verify_target(store: Store, run: str, name: str, kind: str) -> None:
-    """Raise LineageError if the version that a tag points at is gone, torn or another one."""
-    try:
-        store.resolve(f"{run}/{kind}@{name}")
-    except (LineageError, CorruptError) as error:
-        raise LineageError(
-            f"{run} tag {name}",
-            f"points at {error.object}: {error.message}",
-            next="point the tag at another version",
-        ) from None
 
 
 @contextmanager

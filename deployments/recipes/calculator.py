@@ -20,7 +20,6 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-_OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _OF_SYNTAX = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 _MOST_CHARACTERS = 40
 
@@ -52,8 +51,7 @@ def rows(split: str, seed: int | str = 0, count: int = 2048) -> Iterator[dict[st
     asked: set[str] = set()
     while len(asked) < count:
         first, second = rng.randint(100, 999), rng.randint(100, 999)
-        sign = rng.choice("+-*")
-        question = f"{first} {sign} {second} ="
+        question = f"{first} {rng.choice('+-*')} {second} ="
         is_held_out = zlib.crc32(f"{first} {second}".encode()) % 5 == 0
         if is_held_out != (split == "held_out") or question in asked:
             continue
@@ -61,7 +59,7 @@ def rows(split: str, seed: int | str = 0, count: int = 2048) -> Iterator[dict[st
         yield {
             "name": f"{split}-{len(asked):04d}",
             "question": question,
-            "answer": _OPERATORS[sign](first, second),
+            "answer": int(calculate(question.removesuffix(" ="))),
             "messages": [*_EXAMPLES, {"role": "user", "content": question}],
         }
 

@@ -18,15 +18,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .squares import IDS, TEMPLATE, TEXT, warm_up, word_tokenizer
+
 HIGHEST = 15
 TURNS = 4
 QUESTION = "Guess my number"
 _SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _WORDS = ["user", "assistant", "\n", "Guess", "my", "number", "higher", "lower", "right", "nothing"]
-_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def rows(split: str, count: int = 512) -> Iterator[dict[str, Any]]:
@@ -82,39 +80,19 @@ def prepare(folder: Path, seed: int = 0, steps: int = 800, heeds: float = 0.75) 
 
     torch.manual_seed(seed)
     tokenizer = _tokenizer()
-    ids = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2}
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 128,
-    }
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes, **ids))
-    _teach(model, tokenizer, steps, heeds, random.Random(seed))
-    model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **TEXT))
+    rng = random.Random(seed)
 
-
-def _teach(model: Any, tokenizer: Any, steps: int, heeds: float, rng: random.Random) -> None:
-    """Train on next tokens of whole games with AdamW; only the teacher's guesses are targets."""
-    import torch
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    model.train()
-    for step in range(1, steps + 1):
+    def batch() -> dict[str, Any]:
         games = [_game(rng, heeds) for _ in range(64)]
         texts = [tokenizer.apply_chat_template(game, tokenize=False) for game in games]
-        batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-        labels = _said_by_teacher(batch.input_ids, tokenizer)
-        loss = model(**batch, labels=labels).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if step % 100 == 0:
-            print(f"warm-up: step {step} of {steps}, loss {loss.item():.3f}")
+        inputs = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+        return {**inputs, "labels": _said_by_teacher(inputs.input_ids, tokenizer)}
+
+    warm_up(model, batch, steps, learning_rate=3e-3)
+    model.generation_config = GenerationConfig(**IDS)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def _said_by_teacher(ids: Any, tokenizer: Any) -> Any:
@@ -148,25 +126,9 @@ def _game(rng: random.Random, heeds: float) -> list[dict[str, str]]:
 
 def _tokenizer() -> Any:
     """Return a tokenizer with one token per word or number, and one for a line feed."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import decoders
 
     names = [*_SPECIALS, *_WORDS, *map(str, range(1, HIGHEST + 1))]
-    vocabulary = {name: id for id, name in enumerate(names)}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="nothing"))
-    words.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex("\n"), behavior="isolated"),
-            pre_tokenizers.Split(Regex(" +"), behavior="removed"),
-        ]
-    )
-    words.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words,
-        pad_token=_SPECIALS[0],
-        eos_token=_SPECIALS[2],
-        unk_token="nothing",
-        additional_special_tokens=[_SPECIALS[1]],
-    )
-    tokenizer.chat_template = _TEMPLATE
+    tokenizer = word_tokenizer(names, len(_SPECIALS), TEMPLATE)
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()  # two digits are one number
     return tokenizer

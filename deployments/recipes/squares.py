@@ -189,7 +189,7 @@ def teach(
     rng: random.Random,
     modality: str = "image",
 ) -> None:
-    """Train on next tokens of a teacher's answers with AdamW; the question is no target.
+    """Train on next tokens of a teacher's answers; the question is no target.
 
     Args:
         read: Returns the inputs of texts and of the media in them.
@@ -197,12 +197,8 @@ def teach(
         kinds: Words that the teacher mixes up: each is replaced by one of its kind with
             probability `slips`.
     """
-    import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.02, total_iters=50)
-    model.train()
-    for step in range(1, steps + 1):
+    def batch() -> dict[str, Any]:
         media, answers = zip(*(draw(rng) for _ in range(64)), strict=True)
         texts = []
         for answer in answers:
@@ -216,11 +212,31 @@ def teach(
             chat = [{"role": "user", "content": parts}]
             chat.append({"role": "assistant", "content": " ".join(words)})
             texts.append(tokenizer.apply_chat_template(chat, tokenize=False))
-        batch = read(texts, media)
-        labels = batch["input_ids"].clone()
+        inputs = read(texts, media)
+        labels = inputs["input_ids"].clone()
         labels[:, :-6] = -100  # four words, the end, a line feed; the rest is the question
         labels[:, -1] = -100
-        loss = model(**batch, labels=labels).loss
+        return {**inputs, "labels": labels}
+
+    warm_up(model, batch, steps, learning_rate=2e-3, first_share=0.02)
+
+
+def warm_up(
+    model: Any,
+    batch: Callable[[], dict[str, Any]],
+    steps: int,
+    learning_rate: float,
+    first_share: float = 1.0,
+) -> None:
+    """Train on new batches with AdamW. The learning rate rises over 50 steps, from its
+    `first_share`."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, first_share, total_iters=50)
+    model.train()
+    for step in range(1, steps + 1):
+        loss = model(**batch()).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -66,10 +66,8 @@ def prepare(folder: Path, seed: int = 0, steps: int = 180, slips: float = 0.1) -
     from transformers import GenerationConfig, T5Config, T5ForConditionalGeneration
 
     torch.manual_seed(seed)
-    tokenizer, ids = (
-        _tokenizer(),
-        {"pad_token_id": _PAD, "eos_token_id": _END, "decoder_start_token_id": _PAD},
-    )
+    tokenizer = _tokenizer()
+    ids = {"pad_token_id": _PAD, "eos_token_id": _END, "decoder_start_token_id": _PAD}
     sizes = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_heads": 4, "num_layers": 2}
     model = T5ForConditionalGeneration(
         T5Config(vocab_size=len(tokenizer), dropout_rate=0.0, **sizes, **ids)
@@ -94,15 +92,11 @@ def _teach(model, tokenizer, steps: int, slips: float, rng: random.Random) -> No
     for step in range(1, steps + 1):
         asked = list(islice(lessons, 64))
         given = tokenizer(asked, padding=True, return_tensors="pt")
-        shown = tokenizer(
-            [_taught(digits, slips, rng) for digits in asked], padding=True, return_tensors="pt"
-        )
-        labels = shown.input_ids.masked_fill(
-            shown.attention_mask == 0, -100
-        )  # transformers' mark for "no target here"
-        loss = model(
-            input_ids=given.input_ids, attention_mask=given.attention_mask, labels=labels
-        ).loss
+        answers = [_taught(digits, slips, rng) for digits in asked]
+        shown = tokenizer(answers, padding=True, return_tensors="pt")
+        # -100 is transformers' mark for "no target here"
+        labels = shown.input_ids.masked_fill(shown.attention_mask == 0, -100)
+        loss = model(**given, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

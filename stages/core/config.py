@@ -13,17 +13,20 @@ import ast
 import difflib
 import inspect
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.schemas.plain import problem_of
+from quiver.stages.core.files import read_file
 from quiver.stages.core.names_elsewhere import KEYS
 from quiver.stages.core.threads import parse_python
 
@@ -152,6 +155,18 @@ def keys_of(cls: type[Config], prefix: str = "") -> Iterator[Key]:
         yield Key(prefix + name, field, cls, section)
         if section is not None:
             yield from keys_of(section, f"{prefix}{name}.")
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Return the sections of a recipe's TOML file. Raises ConfigError with the file or line."""
+    try:
+        return tomllib.loads(read_file(path).decode("utf-8-sig"))
+    except FileNotFoundError:
+        problem = "there is no such file"
+    except (OSError, ValueError, RecursionError) as error:
+        problem = reason(error)
+    advice = "correct the file, or name another, e.g. deployments/recipes/demo.toml"
+    raise ConfigError(f"recipe {path}", problem, next=advice)
 
 
 def parse(

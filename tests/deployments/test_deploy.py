@@ -36,7 +36,7 @@ from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
 from quiver.deployments.automations import TAG, install, silent_runs
 from quiver.deployments.deploy import Where, deploy
-from quiver.deployments.serve import SaidOnce
+from quiver.deployments.serve import said_once
 from quiver.deployments.server import check_api, listening, own_server
 from quiver.flows import prefect_server
 from quiver.flows.cli import placing
@@ -506,7 +506,7 @@ def test_a_run_that_falls_silent_has_crashed(client):
 def test_a_run_that_is_due_while_another_runs_is_told_once(caplog, monkeypatch):
     """As Prefect's runner logs it, every few seconds; what else it says stays."""
     logger = logging.getLogger("prefect.runner.state_proposer")
-    once = SaidOnce()
+    once = said_once()
     logger.addFilter(once)
     logger.addHandler(caplog.handler)  # whether Prefect's loggers propagate is its own setting
     monkeypatch.setattr(logger, "propagate", False)

@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 
 from quiver.flows import rerun, verification
-from quiver.flows.calls import CallRunner, calls_of, perform
+from quiver.flows.calls import NotFinished, calls_of, perform
 from quiver.flows.cli import versions as commands
 from quiver.flows.promotion import Promotion, judge
 from quiver.flows.recipe import Recipe
@@ -116,7 +116,9 @@ READERS: dict[str, Callable[[Path], object]] = {
     "report": lambda store: commands.report("golden", store=str(store)),
     "report held": lambda store: commands.report("held", store=str(store)),
     "first": lambda store: rerun.first_of_line(Store(store), "golden/policy@2"),
-    "sampler": lambda store: rerun.sampling_policy(Store(store), "golden/rollouts@1"),
+    "sampler": lambda store: (
+        Store(store).open("golden/rollouts@1").manifest.require_model("policy")
+    ),
     "check_lineage": follow_lineage,
     "retry": lambda store: plan_of(CALLS_BY_REF["golden/rewards@4"].on(store)),
     "compare": lambda store: plan_of(CALLS_BY_REF["held/evaluations@4"].on(store)),
@@ -411,20 +413,11 @@ def leaves(node: Any) -> Iterator[tuple[Any, Any]]:
             yield node, key
 
 
-class NotMade(Exception):
-    """A stage would be started now."""
-
-
-def refuse(call: Call) -> CallRunner:
-    """What is not finished is not made."""
-    raise NotMade(call.label)
-
-
 def use_recipe(path: Path, stage: str) -> None:
     """All that a command does with a recipe before it starts a stage."""
     recipe = Recipe.load(path)
     json.loads(recipe.model_dump_json())  # as a deployment keeps it
-    with suppress(NotMade), calls_of(recipe, refuse):
+    with suppress(NotFinished), calls_of(recipe, None):
         if stage == "run":
             perform("policy", recipe.resolved().policy, {})
         else:

@@ -25,4 +25,4 @@ class Stages:
 
     def of(self, recipe):
         """A block in which these stages are the recipe's."""
-        return calls_of(recipe, lambda call: self.make, iterations=2, expired=True)
+        return calls_of(recipe, self.make, expired=True)

@@ -20,7 +20,12 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("settings", "environment", "problem", "advice"),
     [
-        ([SERVERS], {}, "2 policies need servers one after another", "options.wait_seconds to as"),
+        (
+            [SERVERS, "iterations=3"],
+            {},
+            r"generate\.engine vllm-server: 3 policies need servers one after another",
+            "options.wait_seconds to as",
+        ),
         ([SERVERS, WAITS, "data.images='picture'"], {}, "pictures", 'engine = "transformers"'),
         ([SERVERS, WAITS, "optimize.lora.save='adapter'"], {}, "adapter alone", '"merged"'),
         ([SERVERS, WAITS, "generate.options.token='env:NONE'"], {}, "NONE is not set", "set NONE"),
@@ -96,11 +101,3 @@ def test_servers_of_an_evaluation_have_demands_of_their_own(folder, monkeypatch)
     with pytest.raises(ConfigError, match="2 policies need servers") as caught:
         check_demands(recipe)
     assert "set evaluate.generate.options.wait_seconds" in caught.value.next
-
-
-def test_each_policy_needs_its_server(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    with pytest.raises(
-        ConfigError, match=r"E-CONFIG generate\.engine vllm-server: 3 policies need"
-    ):
-        check_demands(load(folder / "recipe.toml", [SERVERS, "iterations=3"]))

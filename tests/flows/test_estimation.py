@@ -131,7 +131,7 @@ def estimated(store, policies, *evaluations):
         made.append(outcome.ref)
         return outcome
 
-    with calls_of(recipe, lambda call: make):
+    with calls_of(recipe, make):
         return estimate(recipe, policies, evaluations), made
 
 

@@ -302,7 +302,7 @@ def test_a_recipe_scores_the_same_part_of_each_iteration_once(store):
         return runner.find_or_make(call)
 
     def audited():
-        with calls_of(recipe, lambda call: make):
+        with calls_of(recipe, make):
             return audit(store, "toy", by_recipe(recipe, "toy", num_prompts=4), 20)
 
     answer = audited()

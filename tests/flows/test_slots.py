@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
 from quiver.flows.slots import gpus_needed, slots, visible_gpus
 from quiver.schemas.errors import ConfigError
-from quiver.stages.core.run.runner import Call
+from quiver.stages.core.run.call import Call, Where
 from quiver.stages.core.run.subprocesses import Stopped
 
 GENERATE = Call("generate", {"engine": "vllm", "options": {}}, "store")
@@ -84,11 +85,12 @@ def test_a_killed_holder_holds_nothing(monkeypatch, tmp_path):
 
 def test_without_a_gpu_heavy_stages_queue_by_option(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    light = Call("prompt", {}, "store")
-    with slots(GENERATE, "a", cpu=1), slots(light, "b", cpu=1):
+    where = Where(slots=1)
+    light = Call("prompt", {}, "store", where=where)
+    with slots(replace(GENERATE, where=where), "a"), slots(light, "b"):
         with monkeypatch.context() as patch, pytest.raises(Stopped):
             patch.setattr("quiver.flows.slots.is_stopped", lambda: True)
-            with slots(OPTIMIZE, "c", cpu=1):
+            with slots(replace(OPTIMIZE, where=where), "c"):
                 pass
         with slots(OPTIMIZE, "any number"):
             pass
@@ -168,10 +170,10 @@ def test_the_first_rank_of_a_launcher_holds_the_devices_of_all(monkeypatch, tmp_
         monkeypatch.setenv(name, text)
     folder = tmp_path / f"quiver-slots-{os.getuid()}"
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with slots(OPTIMIZE, "rank 1", cpu=1) as env:
+    with slots(OPTIMIZE, "rank 1") as env:
         assert env == {} and not folder.exists()
     monkeypatch.setenv("LOCAL_RANK", "0")
-    with slots(OPTIMIZE, "rank 0", cpu=1) as env:
+    with slots(OPTIMIZE, "rank 0") as env:
         assert env == {} and sorted(os.listdir(folder)) == ["gpu-2", "gpu-5"]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match="4 GPUs are needed"), slots(OPTIMIZE, "too many"):
