@@ -21,7 +21,6 @@ rewards/2 also give each turn's reward, in one more column:
 import math
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from . import fields
 
