@@ -148,6 +148,15 @@ def require_values(table: pa.Table, schema: pa.Schema, name: str, wrong, message
         raise fail(schema, f"{name} holds {first_wrong}: {message}")
 
 
+def require_finite(
+    table: pa.Table, schema: pa.Schema, name: str, least: float | None = None
+) -> None:
+    """Raise SchemaError if any number is NaN, infinite or below `least`; null is none of these."""
+    require_values(table, schema, name, lambda v: pc.invert(pc.is_finite(v)), "a finite number")
+    if least is not None:
+        require_values(table, schema, name, lambda v: pc.less(v, least), f"at least {least}")
+
+
 def require_among(table: pa.Table, schema: pa.Schema, name: str, allowed: tuple[str, ...]) -> None:
     """Raise SchemaError unless every text in the column is one of the `allowed`."""
     texts = pa.array(allowed)
@@ -163,7 +172,7 @@ def require_among(table: pa.Table, schema: pa.Schema, name: str, allowed: tuple[
 def require_logprobs(table: pa.Table, schema: pa.Schema, name: str) -> None:
     """Raise SchemaError for a logprob that is NaN, infinite or above 0 (by more than rounding)."""
     most = pa.scalar(1e-4, pa.float32())  # with another type, Arrow would copy the column into it
-    require_values(table, schema, name, lambda v: pc.invert(pc.is_finite(v)), "a logprob is finite")
+    require_finite(table, schema, name)
     require_values(table, schema, name, lambda v: pc.greater(v, most), "a logprob is at most 0")
 
 

@@ -61,6 +61,7 @@ rollouts/4 are episodes in which it may also play clips. They have one more colu
 same form as `images`, with the bytes of a WAV, FLAC or MP3.
 """
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -151,13 +152,7 @@ def check(table: pa.Table) -> pa.Schema:
     fields.require_ids(table, schema, "prompt_ids")
     fields.require_ids(table, schema, "completion_ids")
     fields.require_among(table, schema, "finish_reason", FINISH_REASONS)
-    fields.require_values(
-        table,
-        schema,
-        "temperature",
-        lambda v: pc.or_(pc.invert(pc.is_finite(v)), pc.less(v, 0)),
-        "finite and at least 0",
-    )
+    fields.require_finite(table, schema, "temperature", least=0)
     if has_turns:
         fields.require_among(table, schema, "end_reason", END_REASONS)
         _check_turns(table)
@@ -186,50 +181,36 @@ def _check_observed(table: pa.Table, column: str, schema: pa.Schema) -> None:
 
 def _check_turns(table: pa.Table) -> None:
     """Raise SchemaError unless each rollout's turns account for all of its sampled ids."""
-    counts = pc.cast(pc.list_value_length(table["turns"]), pa.int64())
-    if pc.any(pc.equal(counts, 0)).as_py():
-        row = pc.index(counts, 0).as_py()
-        raise fields.fail(OF_TURNS, f"row {row} has no turn, expected at least one")
     turns = pa.Table.from_struct_array(pc.list_flatten(table["turns"]))
     fields.compare(turns, TURN)
     fields.require_ids(turns, TURN, "observation_ids")
     fields.require_ids(turns, TURN, "restart_ids")
     fields.require_among(turns, TURN, "finish_reason", FINISH_REASONS)
-    fields.require_values(turns, TURN, "length", lambda v: pc.less(v, 0), "at least 0")
-    fields.require_values(
-        turns, TURN, "reward", lambda v: pc.invert(pc.is_finite(v)), "finite or null"
-    )
-    fields.require_values(
-        turns,
-        TURN,
-        "seconds",
-        lambda v: pc.or_(pc.invert(pc.is_finite(v)), pc.less(v, 0)),
-        "finite and at least 0",
-    )
-    ends = pc.cumulative_sum(counts).combine_chunks()
-    starts = pc.subtract(ends, counts.combine_chunks())
-    sampled = pa.array([0, *pc.cumulative_sum(pc.cast(turns["length"], pa.int64())).to_pylist()])
-    sums = pc.subtract(sampled.take(ends), sampled.take(starts))
-    differs = pc.not_equal(sums, pc.list_value_length(table["completion_ids"]).combine_chunks())
-    restarts = turns["restart_ids"].is_valid().combine_chunks()
-    numbers = pa.array(range(len(turns)), pa.int64())
-    is_first = pc.is_in(numbers, starts)
-    no_more = pa.array([False] * min(1, len(turns)), pa.bool_())
-    restarts_next = pa.concat_arrays([restarts[1:], no_more])
-    is_unread = pc.or_(pc.is_in(numbers, pc.subtract(ends, 1)), restarts_next)
-    restart_lengths = pc.list_value_length(turns["restart_ids"]).combine_chunks()
-    observed = pc.list_value_length(turns["observation_ids"]).combine_chunks()
-    for is_wrong, of_rows, problem in (
-        (differs, True, "the lengths of its turns do not add up to its completion_ids"),
-        (pc.and_(is_first, restarts), False, "a rollout begins with its prompt, not restart_ids"),
-        (pc.equal(restart_lengths, 0), False, "restart_ids is empty, expected ids or null"),
+    fields.require_finite(turns, TURN, "length", least=0)
+    fields.require_finite(turns, TURN, "reward")
+    fields.require_finite(turns, TURN, "seconds", least=0)
+    counts = pc.list_value_length(table["turns"]).to_numpy()
+    row_of = np.repeat(np.arange(len(counts)), counts)  # of each turn
+    sums = np.bincount(row_of, turns["length"].to_numpy(), minlength=len(counts))
+    is_first = np.diff(row_of, prepend=-1) != 0
+    is_last = np.diff(row_of, append=len(counts)) != 0
+    restarts = turns["restart_ids"].is_valid().to_numpy()
+    restarts_next = np.roll(restarts, -1)  # the very last turn gets the first one's, and is_last
+    is_empty = pc.equal(pc.list_value_length(turns["restart_ids"]), 0).fill_null(False).to_numpy()
+    is_observed = pc.list_value_length(turns["observation_ids"]).to_numpy() > 0
+    num_sampled = pc.list_value_length(table["completion_ids"]).to_numpy()
+    for rows, problem in (
+        (np.flatnonzero(counts == 0), "it has no turn, expected at least one"),
         (
-            pc.and_(is_unread, pc.greater(observed, 0)),
-            False,
+            np.flatnonzero(sums != num_sampled),
+            "the lengths of its turns do not add up to its completion_ids",
+        ),
+        (row_of[is_first & restarts], "a rollout begins with its prompt, not restart_ids"),
+        (row_of[is_empty], "restart_ids is empty, expected ids or null"),
+        (
+            row_of[is_observed & (is_last | restarts_next)],
             "the last turn before an end or a restart has observation_ids, expected none",
         ),
     ):
-        if pc.any(is_wrong).as_py():
-            number = pc.index(is_wrong, True).as_py()
-            row = number if of_rows else pc.sum(pc.less_equal(ends, number)).as_py()
-            raise fields.fail(OF_TURNS, f"row {row}: {problem}")
+        if len(rows):
+            raise fields.fail(OF_TURNS, f"row {rows[0]}: {problem}")

@@ -69,30 +69,8 @@ def error_number(error: Exception) -> int | None:
     return int(match[1]) if match else None
 
 
-class HashingFile:
-    """A file that hashes and counts the bytes written to it."""
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self.raw = raw
-        self.sha = hashlib.sha256()
-        self.bytes = 0
-        self.closed = False
-
-    def write(self, data) -> int:
-        view = memoryview(data)
-        self.sha.update(view)
-        self.raw.write(view)
-        self.bytes += view.nbytes
-        return view.nbytes
-
-    def flush(self) -> None:
-        self.raw.flush()
-
-
 @contextlib.contextmanager
-def replacing(
-    path: Path, *, if_absent: bool = False, durable: bool = True
-) -> Iterator[HashingFile]:
+def replacing(path: Path, *, if_absent: bool = False, durable: bool = True) -> Iterator[BinaryIO]:
     """Open a file to write; it appears as `path` whole and flushed to disk, or not at all.
 
     With `if_absent`, raises FileExistsError if `path` exists, and leaves it unchanged. Unless
@@ -100,12 +78,11 @@ def replacing(
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{_PROCESS}-{uuid.uuid4().hex[:4]}.tmp")
     try:
-        with open(temporary, "wb") as raw:
-            file = HashingFile(raw)
+        with open(temporary, "wb") as file:
             yield file
-            raw.flush()
+            file.flush()
             if durable:
-                os.fsync(raw.fileno())
+                os.fsync(file.fileno())
         if if_absent:
             # unlike a rename, a link fails if the name exists
             os.link(temporary, path)

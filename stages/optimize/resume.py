@@ -135,7 +135,8 @@ class SavedProgress:
                 # as text: numbers of a skipped step are not finite, which strict JSON cannot hold
                 note["counters"] = json.dumps(counters)
                 # the note must be durable before the older state is deleted
-                storage.put(f"{self._prefix}/{PROGRESS}", with_checksum(note), flush_name=True)
+                storage.put(f"{self._prefix}/{PROGRESS}", with_checksum(note))
+                storage.flush(self._prefix)
                 for name in storage.list(self._prefix):
                     if name not in (file, PROGRESS):
                         storage.delete(f"{self._prefix}/{name}")

@@ -27,11 +27,13 @@ Generators, hub ids and sources with media are read each time, and so are rows f
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -43,7 +45,7 @@ from quiver.schemas.prompts import MEDIA
 from quiver.stages.core import plugins
 from quiver.stages.core.config import parse
 from quiver.stages.core.file_rows import bad_source, csv_rows, json_rows
-from quiver.stages.core.files import HashingFile, sha256_of
+from quiver.stages.core.files import sha256_of
 from quiver.stages.core.user_cache import Memory
 
 from .columns import CHUNK, plain_table, to_table
@@ -183,11 +185,11 @@ def fill_in(config: Config, sha256: str, columns: list[str]) -> Config:
 def hash_rows(table: pa.Table) -> str:
     """Return the sha256 of a table's names, types and values; it does not depend on the chunks."""
     table = table.replace_schema_metadata(None).combine_chunks()
-    with open(os.devnull, "wb") as nowhere:
-        sink = HashingFile(nowhere)
-        with pa.ipc.new_stream(pa.PythonFile(sink, "w"), table.schema) as writer:
-            writer.write_table(table, max_chunksize=CHUNK)
-    return sink.sha.hexdigest()
+    sha256 = hashlib.sha256()
+    sink = SimpleNamespace(write=sha256.update, closed=False)
+    with pa.ipc.new_stream(pa.PythonFile(sink, "w"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=CHUNK)
+    return sha256.hexdigest()
 
 
 def _check(source: str, table: pa.Table) -> None:

@@ -42,9 +42,9 @@ from quiver.flows.recipe import load
 from quiver.stages.core.run import runner, stage_process
 
 waiting, asking = [], runner.ask
-def asked(stage, *arguments, **named):
-    waiting.extend([stage] if stage in stage_process._waiting else [])
-    return asking(stage, *arguments, **named)
+def asked(call, **named):
+    waiting.extend([call.stage] if call.stage in stage_process._waiting else [])
+    return asking(call, **named)
 runner.ask = asked
 sizes, fn = [], tasks.stage_task.fn
 def results(call, upcoming, tags):

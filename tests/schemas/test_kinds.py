@@ -58,7 +58,7 @@ def test_each_kind_names_its_schemas_and_passes_a_good_table():
         ),
         (
             {"old_logprobs": [[-0.5, float("nan")], [-1.0]]},
-            "old_logprobs holds nan: a logprob is finite",
+            "old_logprobs holds nan: a finite number",
         ),
         ({"old_logprobs": [[-0.5, 0.5], [-1.0]]}, "old_logprobs holds 0.5: a logprob is at most 0"),
         ({"completion_ids": [[7, -1], [9]]}, "completion_ids holds -1"),
@@ -127,14 +127,14 @@ TEXTS = pa.array([{"other": ""}], pa.struct({"other": pa.string()}))
     ("table", "why"),
     [
         (rewards_table(reward=float("inf")), "reward holds inf"),
-        (rewards_table("nobody", extra={}), "same function names"),
+        (rewards_table("nobody", extra={}), "extra must have names of functions"),
         (
             rewards_table().set_column(4, fields.required("errors", TEXTS.type), TEXTS),
-            "same function names",
+            "errors is struct<other: string>, expected struct<f: string, g: string>",
         ),
         (
             rewards_table().append_column("extra", pa.array(["text"])),
-            "extra must be a struct",
+            "unexpected extra",
         ),
     ],
 )

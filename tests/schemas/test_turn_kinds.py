@@ -77,7 +77,7 @@ def test_a_picture_beside_its_observation_is_refused(change):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"turns": []}, "row 0 has no turn"),
+        ({"turns": []}, "row 0: it has no turn"),
         ({"turns": TURNS[:1]}, "row 0: the lengths of its turns do not add up"),
         ({"turns": [turn(4), turn(-1)]}, "length holds -1: at least 0"),
         ({"turns": [turn(2, [-3]), turn(1)]}, "observation_ids holds -3"),
@@ -89,8 +89,8 @@ def test_a_picture_beside_its_observation_is_refused(change):
         ({"turns": [turn(3, restart_ids=[8])]}, "row 0: a rollout begins with its prompt"),
         ({"turns": [turn(2), turn(1, restart_ids=[])]}, "row 0: restart_ids is empty"),
         ({"turns": [turn(3, finish_reason="tired")]}, "finish_reason holds tired: one of stop"),
-        ({"turns": [turn(3, reward=float("nan"))]}, "reward holds nan: finite or null"),
-        ({"turns": [turn(3, seconds=-1.0)]}, "seconds holds -1.0: finite and at least 0"),
+        ({"turns": [turn(3, reward=float("nan"))]}, "reward holds nan: a finite number"),
+        ({"turns": [turn(3, seconds=-1.0)]}, "seconds holds -1.0: at least 0"),
         ({"end_reason": "bored"}, "end_reason holds bored: one of answered, environment"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_turn_may_not_be_null():
         (None, None, ""),
         (None, [1.0], ""),
         (1.0, [0.5], r"turn_rewards add up to 0\.5, the reward is 1"),
-        (1.0, [float("inf")], "turn_rewards holds inf: a reward is finite or null"),
+        (1.0, [float("inf")], "turn_rewards holds inf: a finite number"),
     ],
 )
 def test_rewards_of_turns_add_up(reward, turn_rewards, why):

@@ -167,17 +167,7 @@ def run_call(
         Stopped: `stopped` returned true.
     """
     started_at = time.monotonic()
-    answer = ask(
-        call.stage,
-        call.to_json(),
-        python=call.where.python,
-        online=call.where.online,
-        env=env,
-        resident=call.where.resident_engine,
-        on_line=on_line,
-        timeout=call.where.timeout_seconds,
-        stopped=stopped,
-    )
+    answer = ask(call, env=env, on_line=on_line, stopped=stopped)
     # before its error: a child of another version refuses the call, or misreads it
     python = call.where.python or sys.executable
     require_version(python, answer.pop("quiver", None), quiver_version())

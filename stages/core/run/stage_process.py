@@ -1,11 +1,11 @@
 """The child process of a stage: started for one call, or resident, which means kept for the next.
 
     start_ahead("generate", config)                   # now; it imports what its call will need
-    answer = ask("generate", call, resident=True)     # use it, and keep it with its engine asleep
+    answer = ask(call)                                # use it; its engine may sleep until the next
     end_waiting()                                     # end all that wait for a call
 
     with one_child_for_any_stage():                   # one process for the calls of all stages
-        answer = ask("prompt", call)
+        answer = ask(call)
 
 With `placement.resident_engine` (`Where.resident_engine`), generate's process stays resident after
 its answer and its engine sleeps. Then it keeps no more of a device than its context and its graphs.
@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ResourceError, printable
 
+from .call import Call
 from .folders import sweep_folders, temporary_folder
 from .subprocesses import Process, ending
 
@@ -208,27 +209,27 @@ _waiting: dict[str, StageProcess] = {}
 
 
 def ask(
-    stage: str,
-    call: dict[str, Any],
+    call: Call,
     *,
-    python: str | None = None,
-    online: bool = False,
     env: Mapping[str, str] | None = None,
-    resident: bool = False,
     on_line: Callable[[str], None] = log.info,
-    timeout: float | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Send `call` to the stage's waiting process, or to a fresh one, and return its answer.
+    """Send `call` to its stage's waiting process, or to a fresh one, and return its answer.
+
+    With `resident_engine`, the process is kept for the next such call, if its stage keeps an
+    engine.
 
     Args:
-        resident: keep the process for the next such call, if its stage keeps an engine.
+        env: variables set over the process's environment.
 
     Raises:
-        ResourceError: it ended without an answer, or is still running after `timeout` seconds.
+        ResourceError: it ended without an answer, or is still running after `timeout_seconds`.
         Stopped: `stopped` returned true.
     """
-    terms = Terms(stage, python, online, env or None, call["config"].get("options"))
+    where, timeout = call.where, call.where.timeout_seconds
+    options = call.config.get("options")
+    terms = Terms(call.stage, where.python, where.online, env or None, options)
     for_any_stage = _FOR_ANY_STAGE.get()
     if for_any_stage:
         terms = terms._replace(stage=ANY_STAGE, options=None)
@@ -242,8 +243,8 @@ def ask(
             child = stack.enter_context(child or StageProcess(terms))
             was_resident = child.is_resident
             answer, problem = child.ask(
-                call,
-                resident=resident or for_any_stage,
+                call.to_json(),
+                resident=where.resident_engine or for_any_stage,
                 on_line=on_line,
                 timeout=timeout,
                 stopped=stopped,
@@ -257,14 +258,14 @@ def ask(
             problem = f"{answer['error']['object']}: {answer['error']['message']}"
         if not was_resident:
             raise ResourceError(
-                f"stage {stage}",
+                f"stage {call.stage}",
                 problem,
                 state="finished shards and all versions are kept.",
                 next="run the same command again; it continues where this one stopped",
             )
         if timeout is not None:
             timeout = max(0.1, timeout - time.monotonic() + started_at)
-        user_log.info("stage %s: trying again in a fresh process: %s", stage, problem)
+        user_log.info("stage %s: trying again in a fresh process: %s", call.stage, problem)
         child = None
 
 

@@ -7,19 +7,18 @@ with ArrowCheck() as check:
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 from quiver.schemas.errors import CorruptError, printable
 from quiver.schemas.manifest import FileEntry
-from quiver.stages.core.run.subprocesses import Process
+from quiver.stages.core.run.scripts import AskedScript
 
 from . import arrow_child
 
-_SECONDS = 60.0
+_MOST_BYTES = 2**40
+"""Address space of the child process; files are mapped, so it bounds their size too."""
 _parsed_hashes: set[str] = set()
 """sha256 of each file from another user's store that a child process has parsed."""
 
@@ -28,38 +27,16 @@ class ArrowCheck(AbstractContextManager):
     """A child process that parses files. Started for the first file and again after a crash."""
 
     def __init__(self) -> None:
-        self._child: Process | None = None
+        self._script = AskedScript(Path(arrow_child.__file__), _MOST_BYTES)
 
     def __exit__(self, *error: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """End the child process."""
-        if self._child is not None:
-            self._child.end(0)
-            self._child = None
+        self._script.close()
 
     def problem(self, path: Path) -> str:
         """Return why the file cannot be parsed, or an empty string if it can."""
-        if self._child is None:
-            self._child = Process(
-                [sys.executable, "-I", arrow_child.__file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-        try:
-            self._child.stdin.write(json.dumps(str(path)).encode() + b"\n")
-            self._child.stdin.flush()
-            line = next(self._child.lines(timeout=_SECONDS), None)
-        except TimeoutError:
-            self.end()
-            return f"it was not parsed within {_SECONDS:g} s"
-        if line is not None:
-            return printable(json.loads(line))
-        code = self._child.wait()
-        self.end()
-        return f"whoever parses it crashes (exit code {code})"
+        request = json.dumps(str(path)).encode() + b"\n"
+        late = f"it was not parsed within {arrow_child.MOST_SECONDS} s"
+        return printable(self._script.ask(request, late).get("error", ""))
 
 
 def require_parseable(

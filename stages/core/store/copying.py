@@ -98,15 +98,13 @@ def _claim(target: Storage, marker: bytes) -> None:
     """
     names = target.list("")
     for name in ("store.json", _UNFINISHED):
-        if name in names:
-            if target.read(name) == marker:
-                return
-            raise ConfigError(
-                f"store {target.url}", "is another store", next="name an empty folder"
-            )
+        if name in names and target.read(name) == marker:
+            return
     if names:
         raise ConfigError(
-            f"store {target.url}", "holds other things", next="name an empty or new folder"
+            f"store {target.url}",
+            "is another store, or holds other things",
+            next="name an empty or new folder",
         )
     if not target.put_if_absent(_UNFINISHED, marker, flush_name=True):
         _claim(target, marker)

@@ -3,6 +3,7 @@
 What is flushed to disk (fsync), unless `durable` is false:
 
     put_if_absent, put    the object's bytes; with `flush_name`, its name in the folder as well
+    flush                 the names in a folder
     put_file              a file that a library wrote, and its name
     publish               all names of the version, its manifest, and the names of the folders above
 
@@ -140,7 +141,6 @@ class Disk:
         data: bytes,
         stamp: Stamp | None = None,
         *,
-        flush_name: bool = False,
         durable: bool = True,
     ) -> Stamp | None:
         path = self.local(key)
@@ -157,8 +157,6 @@ class Disk:
             if stamp is None:
                 raise
             return None
-        if flush_name:
-            sync(path.parent)
         return self._stamp(key)
 
     def _stamp(self, key: str) -> Stamp | None:

@@ -29,14 +29,13 @@ stops. That saves work; what keeps a commit safe is written in `writer`.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import threading
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -101,9 +100,7 @@ class Link:
 
     def encode(self) -> bytes:
         """Return the object's bytes."""
-        fields = asdict(self)
-        del fields["number"]
-        return json.dumps(fields).encode()
+        return _LINK.dump_json(self, exclude={"number"})
 
 
 _LINK = TypeAdapter(Link)

@@ -25,8 +25,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
-from urllib.parse import quote, unquote
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from quiver.schemas.errors import CorruptError
 from quiver.schemas.manifest import from_json
@@ -39,14 +40,17 @@ log = logging.getLogger(__name__)
 EXPIRED, NO_OPTIMIZER, REMOVED = "expired", "expired.optimizer", "removed"
 """Names of marks: all data of a version, a policy's optimizer state alone; removed by a user."""
 _MOST_BYTES = 612 * 1024 * 1024
-"""Largest index that is read: one line of about 200 bytes per version."""
-_LINES_FORMAT = 2
+"""Largest index that is read: one line of about 300 bytes per version."""
+_LINES_FORMAT = 3
 """Format of the lines. The checksum starts from it, so an index of another format counts as torn.
 """
 _NAME = re.compile(rf"^v([0-9]{{6,12}})(?:\.({EXPIRED}|{NO_OPTIMIZER}|{REMOVED}))?$", re.MULTILINE)
-_LINE = re.compile(rb"[0-9]+ [0-9a-f]{64} \S+ [0-9]+ [0-9]+ \S+ \S+( \S+)?")
 _CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})",')
 """The checksum in a manifest; the keys are sorted, so no other text comes before it."""
+
+
+_NO_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)
+_Word = Annotated[str, Field(pattern=r"^\S+$")]
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,11 @@ class Summary:
     """The fields of a manifest that listings show."""
 
     number: int
-    run_key: str = ""
-    stage: str = ""
+    run_key: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] = ""
+    stage: _Word = ""
     rows: int = 0
     bytes: int = 0
-    created: str = ""
+    created: _Word = ""
     error: str = ""
     """Why the manifest cannot be read, or empty."""
     note: str = ""
@@ -66,23 +70,35 @@ class Summary:
     """Roles of the versions that it was made of, models too, by reference."""
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Summary:
-        """Build the summary of a manifest from its fields, as plain JSON."""
-        num_bytes = sum(fields["bytes"].values())
-        names = ("version", "run_key", "stage", "rows")
-        about = {"created": fields["created"], "note": fields.get("note", "")}
-        own = f"{fields['run']}/{fields['kind']}@{fields['version']}"
+    def of(cls, fields: Mapping[str, Any], number: int) -> Summary:
+        """Build the summary of a manifest from its fields, as plain JSON.
+
+        Raises ValueError, KeyError, TypeError or AttributeError if they are not the manifest of
+        the version with this number, or if its stage or date is not one word.
+        """
+        if fields["version"] != number:
+            raise ValueError("it is another version's")
+        own = f"{fields['run']}/{fields['kind']}@{number}"
         entries = (*fields["models"], *fields["inputs"])
-        sources = {one["ref"]: str(one["role"]) for one in entries if as_version(one["ref"])}
+        sources = {one["ref"]: one["role"] for one in entries if as_version(one["ref"])}
         sources.pop(own, None)
-        return cls(*(fields[name] for name in names), num_bytes, **about, sources=sources)
+        return _SUMMARY.validate_python(
+            {
+                **{name: fields[name] for name in ("run_key", "stage", "rows", "created")},
+                "number": number,
+                "bytes": sum(fields["bytes"].values()),
+                "note": fields.get("note", ""),
+                "sources": sources,
+            }
+        )
 
     def line(self) -> bytes:
-        """Return its line in the index."""
-        fields = (self.number, self.run_key, self.stage, self.rows, self.bytes, self.created)
-        sources = ",".join(f"{quote(role)}={ref}" for ref, role in self.sources.items())
-        note = [quote(self.note)] if self.note else []
-        return " ".join([*map(str, fields), sources or "-", *note]).encode()
+        """Return its line in the index: number and run key, to search for, and all as JSON."""
+        number_and_key = f"{self.number} {self.run_key} ".encode()
+        return number_and_key + _SUMMARY.dump_json(self)
+
+
+_SUMMARY = TypeAdapter(Summary)
 
 
 class Listing:
@@ -127,7 +143,7 @@ class Listing:
     def summaries(self) -> list[Summary]:
         """Return the summary of every version, rising."""
         lines, torn = self._lines
-        return sorted([*map(_parse, lines.values()), *torn], key=lambda summary: summary.number)
+        return sorted([*map(_parsed, lines.values()), *torn], key=lambda summary: summary.number)
 
     def find(self, run_key: str) -> list[int]:
         """Return the numbers of all versions with this run key, rising."""
@@ -144,7 +160,7 @@ class Listing:
         with suppress(OSError, CorruptError):
             index = self._storage.read(self._key, _MOST_BYTES)
         lines = _lines_of(index)
-        summaries = map_in_threads(self._read, sorted(set(self.numbers) - lines.keys()))
+        summaries = map_in_threads(self.read, sorted(set(self.numbers) - lines.keys()))
         torn = [summary for summary in summaries if summary.error]
         if len(torn) < len(summaries) or not lines.keys() <= set(self.numbers):
             lines = {number: lines[number] for number in self.numbers if number in lines}
@@ -158,18 +174,17 @@ class Listing:
                 self._storage.put(self._key, index, durable=False)
         return lines, torn
 
-    def _read(self, number: int) -> Summary:
+    def read(self, number: int) -> Summary:
         """Build the summary of a version from its manifest."""
         ref = Ref(self._run, self._kind, number)
         try:
             raw = self._storage.read(f"{ref.folder}/manifest.json")
-            summary = _quick(raw)
-            if summary is None:
-                manifest = from_json(raw, str(ref))
-                summary = Summary.of(manifest.model_dump(mode="json", by_alias=True))
-            if summary.number == number and _LINE.fullmatch(summary.line()):
-                return summary
-            problem = f"its number is {summary.number}, or its stage or date not one word"
+            with suppress(*_NO_MANIFEST):
+                return Summary.of(manifest_fields(raw) or {}, number)
+            manifest = from_json(raw, str(ref))
+            with suppress(*_NO_MANIFEST):
+                return Summary.of(manifest.model_dump(mode="json", by_alias=True), number)
+            problem = f"its number is {manifest.version}, or its stage or date not one word"
             error = CorruptError(f"{ref} manifest.json", problem)
         except (FileNotFoundError, NotADirectoryError):
             error = CorruptError(f"{ref} manifest.json", "is missing")
@@ -200,13 +215,6 @@ def manifest_fields(raw: bytes) -> dict[str, Any] | None:
     return None
 
 
-def _quick(raw: bytes) -> Summary | None:
-    """Read the summary of a manifest; None if it is not whole."""
-    with suppress(KeyError, TypeError, AttributeError):
-        return Summary.of(manifest_fields(raw))
-    return None
-
-
 @lru_cache(maxsize=8)
 def _numbers_of(names: str) -> Mapping[str, set[int]]:
     """Return the numbers of versions, under "", and with each mark, from the names in a folder."""
@@ -233,9 +241,5 @@ def _lines_of(index: bytes) -> Mapping[int, bytes]:
     return {}
 
 
-def _parse(line: bytes) -> Summary:
-    number, run_key, stage, rows, num_bytes, created, listed, *note = line.decode().split(" ")
-    pairs = (pair.rpartition("=") for pair in listed.split(",") if listed != "-")
-    sources = {ref: unquote(role) for role, _, ref in pairs}
-    fields = {"created": created, "note": unquote("".join(note)), "sources": sources}
-    return Summary(int(number), run_key, stage, int(rows), int(num_bytes), **fields)
+def _parsed(line: bytes) -> Summary:
+    return Summary(**json.loads(line.split(b" ", 2)[2]))

@@ -59,16 +59,16 @@ def readable_entries(
         except QuiverError as error:
             problem = error
         try:
-            refs = list(store.refs(name, kind))
+            listing = store.listing(name, kind)
+            numbers = listing.visible(expired=store.sees_expired)
         except OSError:  # also CorruptError
             errors.append(problem)
             continue
-        for ref in refs:
+        for number in numbers:
+            ref = Ref(name, kind, number)
             try:
                 with storage_errors(ref):
-                    manifest = store.version(ref).manifest
-                    fields = manifest.model_dump(mode="json", by_alias=True)
-                    entries.append((ref, Summary.of(fields)))
+                    entries.append((ref, listing.read(number)))
             except QuiverError as error:
                 errors.append(error)
     for name in runs:

@@ -240,12 +240,8 @@ def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
                     tag_names.append(name)
     for run, kind in product(store.runs(), KINDS):
         with suppress(*_DAMAGED):
-            for other in store.refs(run, kind):
-                with suppress(*_DAMAGED):
-                    manifest = store.version(other).manifest
-                    sources = {entry.ref for entry in (*manifest.inputs, *manifest.models)}
-                    if str(ref) in sources and other != ref:
-                        versions.append(str(other))
+            summaries = store.summaries(run, kind)
+            versions += [str(other) for other, made in summaries if str(ref) in made.sources]
     return tag_names, versions
 
 
@@ -300,16 +296,17 @@ def _require_unused(store: Store, ref: Ref) -> list[str]:
             )
     users = users_of(store, ref)[1]
     policies = [user for user in map(parse, users) if user.kind == ref.kind == "policy"]
-    for manifest in (store.version(policy).manifest for policy in policies):
-        base = manifest.input("base")
-        names = [entry.name for entry in manifest.files if "/" not in entry.name]
-        has_weights = any(name.endswith(".safetensors") for name in names)
-        if base is not None and base.ref == str(ref) and not has_weights:
-            raise ConflictError(
-                str(ref),
-                f"{manifest.ref} is an adapter alone, on its weights",
-                next=f"delete {manifest.ref} first",
-            )
+    for policy in map(store.version, policies):
+        with suppress(CorruptError):  # `verify` reports it
+            base = policy.manifest.input("base")
+            names = policy.files.names
+            has_weights = any("/" not in n and n.endswith(".safetensors") for n in names)
+            if base is not None and base.ref == str(ref) and not has_weights:
+                raise ConflictError(
+                    str(ref),
+                    f"{policy.ref} is an adapter alone, on its weights",
+                    next=f"delete {policy.ref} first",
+                )
     for stage in stages_at_work(store):
         if str(ref) in stage.refs:
             raise ConflictError(

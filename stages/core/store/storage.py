@@ -94,12 +94,11 @@ class Storage(Protocol):
         data: bytes,
         stamp: Stamp | None = None,
         *,
-        flush_name: bool = False,
         durable: bool = True,
     ) -> Stamp | None:
         """Write an object, replacing an existing one; with `stamp`, only one that still has it.
 
-        For `flush_name` and `durable`, see `put_if_absent`. Returns its new stamp; None if the
+        If `durable` is false, it need not survive a power loss. Returns its new stamp; None if the
         object was replaced or deleted meanwhile.
         """
         ...

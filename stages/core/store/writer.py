@@ -42,7 +42,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -60,12 +60,7 @@ from quiver.schemas.errors import (
     printable,
 )
 from quiver.schemas.fields import kind_of
-from quiver.schemas.manifest import (
-    FileEntry,
-    Manifest,
-    ModelEntry,
-    content_hash,
-)
+from quiver.schemas.manifest import FileEntry, Manifest, content_hash
 from quiver.schemas.refs import Ref, as_version
 from quiver.stages.core.files import error_number, storage_errors
 from quiver.stages.core.store.plan import Plan
@@ -101,6 +96,8 @@ most 1/256 of a large version, and 256 processes can share the work."""
 _FILES_AT_ONCE = 4
 """Files of a policy that are flushed and hashed at once."""
 _JOIN_SECONDS = 10.0
+_KEPT = ("leases", "resume")
+"""What of unfinished work is not thrown away."""
 log = logging.getLogger(__name__)
 
 
@@ -179,13 +176,18 @@ class Writer:
         return self._storage.folder(f"{self.work}.resume")
 
     def discard(self) -> None:
-        """Delete the unfinished work of an earlier attempt to make this version."""
-        place, _, work = self.work.rpartition("/")
-        names = [
-            name
-            for name in self._storage.list(place)
-            if f"{name}.".startswith(f"{work}.") and not name.endswith((".leases", ".resume"))
-        ]
+        """Delete what was made of this version, so that the work begins anew."""
+        self._delete(lambda attempt, rest: attempt == self.attempt and rest not in _KEPT)
+
+    def clear(self) -> None:
+        """Delete all that is left of the finished work, also of earlier attempts that died."""
+        self._delete(lambda attempt, _: attempt <= self.attempt)
+
+    def _delete(self, is_meant: Callable[[int, str | None], bool]) -> None:
+        """Delete folders of this work, chosen by their attempt and what follows it."""
+        place = f"{self._name}/.work"
+        matches = filter(None, map(WORK.fullmatch, self._storage.list(place)))
+        names = [m[0] for m in matches if m[1] == self.run_key and is_meant(int(m[2]), m[3])]
         # notes first: no note may exist without its shard
         self._storage.delete(*(f"{place}/{name}/" for name in reversed(names)))
 
@@ -367,7 +369,6 @@ class Writer:
         *,
         metrics: dict[str, Any] | None = None,
         status: dict[str, int] | None = None,
-        models: tuple[ModelEntry, ...] | None = None,
         device: str = "cpu",
         ids: pa.ChunkedArray | None = None,
     ) -> None:
@@ -375,7 +376,6 @@ class Writer:
 
         Args:
             status: rows by outcome.
-            models: replaces the plan's models. Default: the plan's.
             ids: what the column rollout_id must hold. None: not checked.
         """
         self._ids = ids
@@ -383,7 +383,6 @@ class Writer:
             "metrics": metrics or {},
             "status": status or {},
             "environment": {**environment(), "device": device},
-            **({"models": models} if models is not None else {}),
         }
 
     def seal(self, lease: Lease) -> None:
@@ -654,23 +653,13 @@ class Staging:
             raise taken_over(self.plan.name) from error
 
     def _leave(self, lease: Lease) -> None:
-        """Release the lease; or, once the work is done, delete all that is left of it, also by
-        earlier attempts that died."""
+        """Release the lease; or, once the work is done, delete all that is left of it."""
         if self.committed is None:
             lease.release()
             return
         lease.forget()
-        plan, storage = self.plan, self.plan.store.storage
-        for kind in plan.kinds:
-            place = f"{plan.run}/{kind}/.work"
-            matches = filter(None, map(WORK.fullmatch, storage.list(place)))
-            names = [
-                match[0]
-                for match in matches
-                if match[1] == plan.run_key and int(match[2]) <= self.writers[kind].attempt
-            ]
-            # notes before the shards that they describe
-            storage.delete(*(f"{place}/{name}/" for name in reversed(names)))
+        for writer in self.writers.values():
+            writer.clear()
 
     def _busy(self, holder: Link | None, manner: str = "") -> BusyError:
         process = f"process {holder.owner.pid}" if holder else "another process"

@@ -11,6 +11,7 @@ import pytest
 
 from quiver.schemas.errors import ResourceError
 from quiver.stages.core.run import stage_process
+from quiver.stages.core.run.call import Call, Where
 from quiver.stages.core.run.folders import sweep_folders, temporary_folder
 from quiver.stages.core.run.stage_process import (
     StageProcess,
@@ -21,7 +22,7 @@ from quiver.stages.core.run.stage_process import (
     start_ahead,
 )
 
-CALL = {"stage": "policy", "config": {"options": {}}}
+CONFIG = {"options": {}}
 SERVES = """
 n=0
 while read line; do
@@ -61,6 +62,11 @@ def started(monkeypatch):
     return processes
 
 
+def call_by(python: str, config: dict = CONFIG, **where) -> Call:
+    """A call that a process of this interpreter answers."""
+    return Call("policy", config, "store", where=Where(python=python, **where))
+
+
 # -- one call
 
 
@@ -75,14 +81,14 @@ def started(monkeypatch):
 def test_a_process_that_ends_without_an_answer_is_described(interpreter, end, problem):
     lines = []
     with pytest.raises(ResourceError, match=problem) as caught:
-        ask("policy", CALL, python=interpreter(f"seq 8; {end}"), on_line=lines.append)
+        ask(call_by(interpreter(f"seq 8; {end}")), on_line=lines.append)
     assert caught.value.object == "stage policy" and "last output: 8" in caught.value.message
     assert lines == list("12345678")
 
 
 def test_a_time_limit_is_the_stages(interpreter):
     with pytest.raises(ResourceError, match="limit of 1 s") as caught:
-        ask("policy", CALL, python=interpreter("sleep 600"), timeout=1)
+        ask(call_by(interpreter("sleep 600"), timeout_seconds=1))
     assert caught.value.object == "stage policy"
     assert "placement.timeout_seconds" in caught.value.next
 
@@ -92,7 +98,7 @@ def test_a_time_limit_of_the_reader_of_its_lines_is_not_its_own(interpreter):
         raise TimeoutError("the server does not answer")
 
     with pytest.raises(TimeoutError, match="the server does not answer"):
-        ask("policy", CALL, python=interpreter("echo hello; sleep 600"), on_line=on_line)
+        ask(call_by(interpreter("echo hello; sleep 600")), on_line=on_line)
 
 
 def test_one_that_was_never_called_is_not_asked_to_end(interpreter, tmp_path):
@@ -107,19 +113,21 @@ def test_one_that_was_never_called_is_not_asked_to_end(interpreter, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "starts"),
+    ("changed", "env", "starts"),
     [
-        ({}, 1),
-        ({"online": True}, 2),
-        ({"env": {"CUDA_VISIBLE_DEVICES": "1"}}, 2),
-        ({"call": {"stage": "policy", "config": {"options": {"seed": 1}}}}, 2),
+        ({}, None, 1),
+        ({"online": True}, None, 2),
+        ({}, {"CUDA_VISIBLE_DEVICES": "1"}, 2),
+        ({"config": {"options": {"seed": 1}}}, None, 2),
     ],
 )
-def test_a_resident_process_gets_only_calls_with_its_terms(interpreter, started, changed, starts):
+def test_a_resident_process_gets_only_calls_with_its_terms(
+    interpreter, started, changed, env, starts
+):
     python = interpreter(SERVES.format(body=""))
-    start_ahead("policy", CALL["config"], python)
+    start_ahead("policy", CONFIG, python)
     start_ahead("policy", {}, python)  # there is one
-    assert ask(python=python, stage="policy", **{"call": CALL, **changed})["ref"] == "1"
+    assert ask(call_by(python, **changed), env=env)["ref"] == "1"
     assert len(started) == starts
     assert not stage_process._waiting
 
@@ -136,7 +144,8 @@ def test_a_call_that_fails_in_a_resident_process_is_repeated_in_a_fresh_one(
 ):
     caplog.set_level("INFO", "quiver")
     python = interpreter(SERVES.format(body=f"if [ $n = 3 ]; then {fault}; fi"))
-    refs = [ask("policy", CALL, python=python, resident=True, timeout=60)["ref"] for _ in range(5)]
+    call = call_by(python, resident_engine=True, timeout_seconds=60)
+    refs = [ask(call)["ref"] for _ in range(5)]
     assert refs == ["1", "2", "1", "2", "1"] and len(started) == 3
     assert f"stage policy: trying again in a fresh process: {reason}" in caplog.text
 
@@ -155,7 +164,7 @@ def test_tcmalloc_gives_it_its_memory_unless_its_user_chose(interpreter, monkeyp
             monkeypatch.setenv("LD_PRELOAD", user_choice)
         lines = []
         with pytest.raises(ResourceError):
-            ask("policy", CALL, python=python, on_line=lines.append)
+            ask(call_by(python), on_line=lines.append)
         assert ("libtcmalloc" in "\n".join(lines)) == expected
 
 
@@ -178,7 +187,7 @@ def test_its_temporary_files_go_with_it_and_what_torch_compiles_stays(
     )
     lines = []
     with pytest.raises(ResourceError):
-        ask("policy", CALL, python=interpreter(script), on_line=lines.append)
+        ask(call_by(interpreter(script)), on_line=lines.append)
     assert lines == ["/caches/quiver/torchinductor", "a socket", "call.json", "lock", "sub"]
     assert os.listdir(temporary) == []
 

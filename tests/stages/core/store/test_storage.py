@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from quiver.schemas.errors import CorruptError
-from quiver.stages.core.files import MOST_BYTES, error_number, replacing
+from quiver.stages.core.files import MOST_BYTES, error_number
 from quiver.stages.core.store.disk import Disk
 from quiver.stages.core.store.storage import list_numbers, read_table, size_and_sha256
 from tests.faults.seam import watched
@@ -80,14 +80,6 @@ def test_an_object_under_way_is_not_seen_and_leaves_nothing_when_it_fails(storag
             write("note", b"new")
     assert storage.read("note") == b"old"
     assert [path.name for path in storage.local("").iterdir()] == ["note"]
-
-
-def test_a_file_that_is_written_knows_its_size_and_sha256(tmp_path):
-    with replacing(tmp_path / "note") as file:
-        file.write(b"one ")
-        file.write(memoryview(b"two"))
-    assert (tmp_path / "note").read_bytes() == b"one two" and file.bytes == 7
-    assert file.sha.hexdigest() == hashlib.sha256(b"one two").hexdigest()
 
 
 def test_of_many_who_put_an_object_at_once_one_does(storage):
