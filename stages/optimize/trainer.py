@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -56,24 +56,12 @@ from .optimizer import (
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from .resume import SavedProgress
+
 MAX_SKIPPED = 3
 _SECONDS_BETWEEN_LINES = 2.0
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-class Progress(Protocol):
-    """Saved state of a training while it runs; `resume` keeps it in a store."""
-
-    def load(self, trainer: Trainer) -> tuple[int, int, int]:
-        """Put the saved state into the trainer. Return the epoch and mini-batch that come next, and
-        the step at which that epoch began."""
-
-    def step_done(self, trainer: Trainer, epoch: int, minibatch: int, epoch_step: int) -> None:
-        """Note that a step is done; this mini-batch of this epoch comes next."""
-
-    def not_finite(self, trainer: Trainer, update: dict[str, Any], rows: list[int]) -> None:
-        """Keep the rollouts `rows` of a step whose loss or gradient is not finite."""
 
 
 class Trainer(SavedState):
@@ -246,7 +234,7 @@ class Trainer(SavedState):
             "last_values": last_values,
         }
 
-    def train(self, progress: Progress | None = None) -> None:
+    def train(self, progress: SavedProgress | None = None) -> None:
         """Run all epochs, from the point that `progress` has saved. Raises NumericError if the
         audit fails or steps are not finite; nothing may be committed then."""
         first_epoch, first_minibatch, epoch_step = 0, 0, self.step
@@ -285,7 +273,7 @@ class Trainer(SavedState):
         self.policy.free()
 
     def _train_minibatch(
-        self, epoch: int, minibatch: int, members: list[int], progress: Progress | None
+        self, epoch: int, minibatch: int, members: list[int], progress: SavedProgress | None
     ) -> None:
         """Take one optimizer step over rollouts `members`, unless none of them is passed through
         the model."""
