@@ -34,15 +34,12 @@ def clustered_mean(groups: Mapping[str, Sequence[float]]) -> Estimate:
     the same here.
 
     Args:
-        groups: Scores by group id; groups without a score are left out by the caller.
-    Raises: ValueError if there is no group, or an empty one.
+        groups: Scores by group id: at least one group, and a score in each.
     Reference: E. Miller, Adding Error Bars to Evals, 2024, https://arxiv.org/abs/2411.00640
 
     >>> clustered_mean({"a": [1.0, 0.0], "b": [1.0, 1.0]})
     Estimate(score=0.75, stderr=0.25, n=2)
     """
-    if not groups or not all(groups.values()):
-        raise ValueError("an estimate needs at least one group, and a score in each")
     means = list(group_means(groups).values())
     n = len(means)
     score = math.fsum(means) / n
@@ -63,20 +60,14 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
         pass@k = 1 − C(m − c, k) / C(m, k)        m = samples, c = correct
 
     k = 1 gives c/m. The obvious 1 − (1 − c/m)^k is biased low; this averages over all subsets of k
-    samples.
+    samples. 1 ≤ k ≤ samples, and 0 ≤ correct ≤ samples.
 
-    Raises: ValueError unless 1 ≤ k ≤ samples and 0 ≤ correct ≤ samples.
     Reference: M. Chen et al., Evaluating Large Language Models Trained on Code, 2021, eq. 1,
     https://arxiv.org/abs/2107.03374
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
     (0.25, 0.5, 1.0)
     """
-    if not (1 <= k <= samples and 0 <= correct <= samples):
-        raise ValueError(
-            f"pass@k needs 1 ≤ k ≤ samples and 0 ≤ correct ≤ samples, got k={k}, {correct} of "
-            f"{samples}"
-        )
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
@@ -100,9 +91,9 @@ def paired_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) ->
 
     a_g and b_g are two policies' results on the same prompt: the mean of its samples, or its
     pass@k. A prompt's difficulty for both cancels, so the error is smaller than √(stderr_a² +
-    stderr_b²), which is for two sets of prompts. Groups that only one of them has are left out.
+    stderr_b²), which is for two sets of prompts. Groups that only one of them has are left out; one
+    group must be in both.
 
-    Raises: ValueError if no group is in both.
     Reference: E. Miller, Adding Error Bars to Evals, 2024, section 4.2,
     https://arxiv.org/abs/2411.00640
 
@@ -147,11 +138,10 @@ def differences(
     and the p-value `p`.
 
     Args:
-        ours: Scores by prompt.
+        ours: Scores by prompt; at least one prompt is in both.
         theirs: Scores by prompt, under the same names.
         passes_at: The numbers k.
         thresholds: Smallest score of a correct sample of ours, and of theirs.
-    Raises: ValueError if no prompt is in both.
     """
     groups = [*ours.values(), *theirs.values()]
     most_samples = max(map(len, groups))

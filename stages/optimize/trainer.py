@@ -24,7 +24,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -380,10 +379,13 @@ class Trainer(SavedState):
         finished = []
         last_line = time.monotonic()
         self.optimizer.zero_grad(set_to_none=True)
+
+        def with_columns(layout: Layout) -> tuple[Layout, TokenColumns, StepColumns]:
+            step_columns = whole_step.at(self.batch.places(layout.rows))
+            return layout, self.batch.token_columns(layout.rows), step_columns
+
         with self.policy.context():
-            ready = self.policy.layouts(
-                rank_microbatches, sequences, partial(self._with_columns, whole_step)
-            )
+            ready = self.policy.layouts(rank_microbatches, sequences, with_columns)
             for number, (layout, token_columns, step_columns) in enumerate(ready, 1):
                 # read nothing back before all passes are queued: reading waits for the GPU
                 outputs = self.policy(layout, frozen=self.warming)
@@ -414,13 +416,6 @@ class Trainer(SavedState):
             "rollouts": len(active),
             "microbatches": len(microbatches),
         }
-
-    def _with_columns(
-        self, whole_step: StepColumns, layout: Layout
-    ) -> tuple[Layout, TokenColumns, StepColumns]:
-        """Return a layout and the columns of its tokens."""
-        step_columns = whole_step.at(self.batch.places(layout.rows))
-        return layout, self.batch.token_columns(layout.rows), step_columns
 
     def _step_columns(self, members: list[int], active: list[int]) -> StepColumns:
         """Return the step's columns. With `entropy_share` below 1, a pass of its own computes the

@@ -36,12 +36,6 @@ def test_pass_at_k_counts_the_subsets_with_a_correct_sample(samples):
             )
 
 
-@pytest.mark.parametrize("samples, correct, k", [(3, 1, 4), (3, 1, 0), (3, 4, 1), (3, -1, 1)])
-def test_pass_at_k_refuses_what_has_no_meaning(samples, correct, k):
-    with pytest.raises(ValueError, match="needs"):
-        pass_at_k(samples, correct, k)
-
-
 def test_one_sample_a_group_is_the_plain_standard_error():
     """Copies of a sample bring no certainty, and one group has no error."""
     values = [0.0, 1.0, 0.5, 1.0, 0.25]
@@ -50,12 +44,6 @@ def test_one_sample_a_group_is_the_plain_standard_error():
     for copies in (1, 8):
         assert clustered_mean({str(n): [v] * copies for n, v in enumerate(values)}) == expected
     assert clustered_mean({"a": [1.0, 0.0]}) == (0.5, None, 1)
-
-
-def test_no_group_cannot_be_estimated():
-    for groups in ({}, {"a": []}):
-        with pytest.raises(ValueError, match="at least one group"):
-            clustered_mean(groups)
 
 
 def test_groups_with_too_few_samples_are_left_out_of_pass_at_k():
@@ -93,5 +81,3 @@ def test_prompts_that_only_one_has_are_no_part_of_a_difference():
         0.75,
         2,
     )
-    with pytest.raises(ValueError, match="at least one group"):
-        paired_difference({"a": 1.0}, {"b": 1.0})

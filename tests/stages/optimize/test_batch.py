@@ -20,6 +20,7 @@ def batch_of(lengths: list[int], advantages: list[float], rewards: list[float]) 
         old_logprobs=torch.full((len(ids),), -0.5),
         prox_logprobs=None,
         ref_logprobs=None,
+        masked=torch.zeros(len(lengths), dtype=torch.bool),
         rewards=torch.tensor(rewards),
     )
 
