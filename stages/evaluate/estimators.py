@@ -83,28 +83,6 @@ def group_passes(
     }
 
 
-def paired_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Estimate:
-    """Return the mean over groups of ours − theirs, with the standard error of that difference.
-
-        d_g = a_g − b_g        score = Σ_g d_g / n
-        stderr = √( Σ_g (d_g − score)² / (n (n − 1)) )
-
-    a_g and b_g are two policies' results on the same prompt: the mean of its samples, or its
-    pass@k. A prompt's difficulty for both cancels, so the error is smaller than √(stderr_a² +
-    stderr_b²), which is for two sets of prompts. Groups that only one of them has are left out; one
-    group must be in both.
-
-    Reference: E. Miller, Adding Error Bars to Evals, 2024, section 4.2,
-    https://arxiv.org/abs/2411.00640
-
-    >>> paired_difference({"a": 1.0, "b": 0.5, "c": 0.0}, {"a": 0.5, "b": 0.0, "d": 1.0})
-    Estimate(score=0.5, stderr=0.0, n=2)
-    """
-    return clustered_mean(
-        {group: [ours[group] - theirs[group]] for group in ours if group in theirs}
-    )
-
-
 def lower_bound(estimate: Estimate, confidence: float) -> float | None:
     """Return the one-sided lower confidence bound of an estimate, score − t · stderr; None without
     a standard error.
@@ -165,10 +143,21 @@ def differences(
 def _difference(
     ours: Mapping[str, float], theirs: Mapping[str, float], step: float, limit: float
 ) -> dict[str, Any]:
-    """Return the entry of `differences` for one result by prompt."""
-    changes = [ours[name] - theirs[name] for name in ours if name in theirs]
+    """Return the entry of `differences` for one result by prompt, a prompt's mean or its pass@k.
+
+        d_g = a_g − b_g        score = Σ_g d_g / n
+        stderr = √( Σ_g (d_g − score)² / (n (n − 1)) )
+
+    A prompt's difficulty for both cancels, so the error is smaller than √(stderr_a² + stderr_b²),
+    which is for two sets of prompts. Prompts that only one of them has are left out.
+
+    Reference: E. Miller, Adding Error Bars to Evals, 2024, section 4.2,
+    https://arxiv.org/abs/2411.00640
+    """
+    changes = {name: [ours[name] - theirs[name]] for name in ours if name in theirs}
+    numbers = [change for (change,) in changes.values()]
     return {
-        **paired_difference(ours, theirs)._asdict(),
-        "interval": paired_interval(changes, step, limit),
-        "p": paired_p_value(changes, step),
+        **clustered_mean(changes)._asdict(),
+        "interval": paired_interval(numbers, step, limit),
+        "p": paired_p_value(numbers, step),
     }
