@@ -34,15 +34,12 @@ def clustered_mean(groups: Mapping[str, Sequence[float]]) -> Estimate:
     the same here.
 
     Args:
-        groups: Scores by group id; groups without a score are left out by the caller.
-    Raises: ValueError if there is no group, or an empty one.
+        groups: Scores by group id: at least one group, and a score in each.
     Reference: E. Miller, Adding Error Bars to Evals, 2024, https://arxiv.org/abs/2411.00640
 
     >>> clustered_mean({"a": [1.0, 0.0], "b": [1.0, 1.0]})
     Estimate(score=0.75, stderr=0.25, n=2)
     """
-    if not groups or not all(groups.values()):
-        raise ValueError("an estimate needs at least one group, and a score in each")
     means = list(group_means(groups).values())
     n = len(means)
     score = math.fsum(means) / n
@@ -63,20 +60,14 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
         pass@k = 1 − C(m − c, k) / C(m, k)        m = samples, c = correct
 
     k = 1 gives c/m. The obvious 1 − (1 − c/m)^k is biased low; this averages over all subsets of k
-    samples.
+    samples. 1 ≤ k ≤ samples, and 0 ≤ correct ≤ samples.
 
-    Raises: ValueError unless 1 ≤ k ≤ samples and 0 ≤ correct ≤ samples.
     Reference: M. Chen et al., Evaluating Large Language Models Trained on Code, 2021, eq. 1,
     https://arxiv.org/abs/2107.03374
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 3, 2)
     (0.25, 0.5, 1.0)
     """
-    if not (1 <= k <= samples and 0 <= correct <= samples):
-        raise ValueError(
-            f"pass@k needs 1 ≤ k ≤ samples and 0 ≤ correct ≤ samples, got k={k}, {correct} of "
-            f"{samples}"
-        )
     return 1 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
@@ -90,28 +81,6 @@ def group_passes(
         for group, scores in groups.items()
         if len(scores) >= k
     }
-
-
-def paired_difference(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Estimate:
-    """Return the mean over groups of ours − theirs, with the standard error of that difference.
-
-        d_g = a_g − b_g        score = Σ_g d_g / n
-        stderr = √( Σ_g (d_g − score)² / (n (n − 1)) )
-
-    a_g and b_g are two policies' results on the same prompt: the mean of its samples, or its
-    pass@k. A prompt's difficulty for both cancels, so the error is smaller than √(stderr_a² +
-    stderr_b²), which is for two sets of prompts. Groups that only one of them has are left out.
-
-    Raises: ValueError if no group is in both.
-    Reference: E. Miller, Adding Error Bars to Evals, 2024, section 4.2,
-    https://arxiv.org/abs/2411.00640
-
-    >>> paired_difference({"a": 1.0, "b": 0.5, "c": 0.0}, {"a": 0.5, "b": 0.0, "d": 1.0})
-    Estimate(score=0.5, stderr=0.0, n=2)
-    """
-    return clustered_mean(
-        {group: [ours[group] - theirs[group]] for group in ours if group in theirs}
-    )
 
 
 def lower_bound(estimate: Estimate, confidence: float) -> float | None:
@@ -147,11 +116,10 @@ def differences(
     and the p-value `p`.
 
     Args:
-        ours: Scores by prompt.
+        ours: Scores by prompt; at least one prompt is in both.
         theirs: Scores by prompt, under the same names.
         passes_at: The numbers k.
         thresholds: Smallest score of a correct sample of ours, and of theirs.
-    Raises: ValueError if no prompt is in both.
     """
     groups = [*ours.values(), *theirs.values()]
     most_samples = max(map(len, groups))
@@ -175,10 +143,21 @@ def differences(
 def _difference(
     ours: Mapping[str, float], theirs: Mapping[str, float], step: float, limit: float
 ) -> dict[str, Any]:
-    """Return the entry of `differences` for one result by prompt."""
-    changes = [ours[name] - theirs[name] for name in ours if name in theirs]
+    """Return the entry of `differences` for one result by prompt, a prompt's mean or its pass@k.
+
+        d_g = a_g − b_g        score = Σ_g d_g / n
+        stderr = √( Σ_g (d_g − score)² / (n (n − 1)) )
+
+    A prompt's difficulty for both cancels, so the error is smaller than √(stderr_a² + stderr_b²),
+    which is for two sets of prompts. Prompts that only one of them has are left out.
+
+    Reference: E. Miller, Adding Error Bars to Evals, 2024, section 4.2,
+    https://arxiv.org/abs/2411.00640
+    """
+    changes = {name: [ours[name] - theirs[name]] for name in ours if name in theirs}
+    numbers = [change for (change,) in changes.values()]
     return {
-        **paired_difference(ours, theirs)._asdict(),
-        "interval": paired_interval(changes, step, limit),
-        "p": paired_p_value(changes, step),
+        **clustered_mean(changes)._asdict(),
+        "interval": paired_interval(numbers, step, limit),
+        "p": paired_p_value(numbers, step),
     }

@@ -43,6 +43,7 @@ from quiver.stages.model.folder import (
     move_templates_into_config,
     named_templates,
     parse_object,
+    text_fields,
 )
 
 if TYPE_CHECKING:
@@ -396,7 +397,7 @@ def _unusable(version: Version, problem: str) -> ConfigError:
 def vocabulary_size(version: Version) -> int:
     """Return the number of rows of the embedding; token ids are below it. Raises ConfigError."""
     config = model_config(version)
-    size = {**config, **(config.get("text_config") or {})}.get("vocab_size")
+    size = text_fields(config).get("vocab_size")
     if type(size) is not int or size < 1:
         raise _unusable(version, f"config.json: vocab_size is {printable(repr(size))}")
     return size
@@ -409,7 +410,7 @@ def context_length(version: Version) -> int | None:
 
 def context_of(config: dict[str, Any]) -> int | None:
     """Return the context length from a model's config.json, or None if it has none."""
-    length = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+    length = text_fields(config).get("max_position_embeddings")
     return length if isinstance(length, int) and length > 0 else None
 
 

@@ -134,10 +134,10 @@ def load_folders_processor(folder: Path, name: str) -> ProcessorMixin | GridProc
 
     title = f"model {name}"
     config = parse_object((folder / "config.json").read_bytes()) or {}
+    options = {"local_files_only": True, "trust_remote_code": False}
     try:
         with load_errors(title):
             if config.get("model_type") in THREE_AXES:
-                options = {"local_files_only": True, "trust_remote_code": False}
                 image_processor = AutoImageProcessor.from_pretrained(folder, **options)
                 _require_patches(image_processor, config.get("vision_config") or {}, title)
                 return GridProcessor(
@@ -145,9 +145,7 @@ def load_folders_processor(folder: Path, name: str) -> ProcessorMixin | GridProc
                     AutoTokenizer.from_pretrained(folder, **options),
                     config["image_token_id"],
                 )
-            return AutoProcessor.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
+            return AutoProcessor.from_pretrained(folder, **options)
     except ConfigError as error:
         if isinstance(error.__cause__, ImportError):
             problem = printable(" ".join(str(error.__cause__).split()))
@@ -158,9 +156,9 @@ def load_folders_processor(folder: Path, name: str) -> ProcessorMixin | GridProc
 
 def _require_patches(image_processor: Any, vision: Mapping[str, Any], title: str) -> None:
     """Raise ConfigError if the processor cuts pictures into other patches than the model reads."""
-    names = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size"}
-    names["merge_size"] = "spatial_merge_size"
-    for name, of_model in names.items():
+    names = {"merge_size": "spatial_merge_size"}
+    for name in ("patch_size", "temporal_patch_size", "merge_size"):
+        of_model = names.get(name, name)
         size, expected = getattr(image_processor, name), vision.get(of_model)
         if expected not in (None, size):
             raise ConfigError(

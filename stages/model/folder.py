@@ -18,7 +18,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -89,7 +89,7 @@ def _check_json(path: Path, title: str) -> None:
     text_config = (content or {}).get("text_config") or {}
     if content is None or not isinstance(text_config, dict):
         raise _unusable(title, f"{path.name} is not a JSON object", f"correct {path.name}")
-    for key, number in {**content, **text_config}.items():
+    for key, number in text_fields(content).items():
         is_number = type(number) is int and number > 0
         if key == "max_position_embeddings":
             is_number |= number is None
@@ -196,6 +196,11 @@ def parse_object(raw: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) and not is_too_deep(content) else None
+
+
+def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json, with those of its text part in place of its own."""
+    return {**config, **(config.get("text_config") or {})}
 
 
 def _is_in_hub_cache(link: Path, folder: Path) -> bool:

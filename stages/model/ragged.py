@@ -15,6 +15,7 @@ Not of the spine: row i is `values[offsets[i] : offsets[i + 1]]`, and that is en
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -61,10 +62,13 @@ class Ragged:
         Raises ValueError for any null.
         """
         chunks = _chunks(column)
-        if len(chunks) == 1:
-            return chunks[0]
-        values = torch.cat([chunk.values for chunk in chunks])
-        return cls.from_lengths(values, torch.cat([chunk.lengths for chunk in chunks]))
+        return chunks[0] if len(chunks) == 1 else cls.joined(chunks)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Ragged]) -> Ragged:
+        """Return the rows of all `parts`, one part after another."""
+        values = torch.cat([part.values for part in parts])
+        return cls.from_lengths(values, torch.cat([part.lengths for part in parts]))
 
     def to_arrow(self) -> pa.Array:
         """Return a list array without nulls. Values on the CPU are shared, not copied."""

@@ -30,39 +30,46 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 LAYERS = 2
-_SIZES = {
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
-    **dict.fromkeys(
-        ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim"),
-        128,
+_LIMITS = {
+    128: (
+        "intermediate_size",
+        "n_inner",
+        "d_ff",
+        "ffn_dim",
+        "encoder_ffn_dim",
+        "decoder_ffn_dim",
     ),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 64),
-    **dict.fromkeys(
-        (
-            "num_attention_heads",
-            "n_head",
-            "num_heads",
-            "encoder_attention_heads",
-            "decoder_attention_heads",
-        ),
-        4,
+    64: (
+        "hidden_size",
+        "n_embd",
+        "d_model",
+        "word_embed_proj_dim",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
     ),
-    "num_key_value_heads": 2,
-    **dict.fromkeys(("head_dim", "d_kv"), 16),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
-    "num_experts_per_tok": 2,
-    **dict.fromkeys(
-        (
-            "num_hidden_layers",
-            "n_layer",
-            "num_layers",
-            "num_decoder_layers",
-            "encoder_layers",
-            "decoder_layers",
-        ),
-        LAYERS,
+    16: ("head_dim", "d_kv"),
+    4: (
+        "num_attention_heads",
+        "n_head",
+        "num_heads",
+        "encoder_attention_heads",
+        "decoder_attention_heads",
+        "num_experts",
+        "num_local_experts",
+        "n_routed_experts",
     ),
+    2: ("num_key_value_heads", "num_experts_per_tok"),
 }
+_LAYER_COUNTS = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
+_SIZES = {name: limit for limit, names in _LIMITS.items() for name in names}
+_SIZES |= dict.fromkeys(_LAYER_COUNTS, LAYERS)
 """Upper limit of each size, under the names that the families use."""
 
 
@@ -149,7 +156,7 @@ def shrink(config: PretrainedConfig) -> None:
     """Limit every size in the config, and cut its per-layer lists to its number of layers, one of
     each kind if possible."""
     fields = config.to_dict()
-    layers = {fields.get(name) for name, size in _SIZES.items() if size == LAYERS}
+    layers = {fields.get(name) for name in _LAYER_COUNTS}
     for name, value in fields.items():
         if name in _SIZES and isinstance(value, int):
             setattr(config, name, min(value, _SIZES[name]))

@@ -114,60 +114,11 @@ class Turns:
         return torch.maximum(ends - 1, starts.repeat_interleave(self.lengths.lengths))
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Ids that B rollouts add to the strip after their prompts, as in the picture above."""
-
-    ids: Ragged
-    """[B rows] int32: the tokens after which an id is predicted."""
-    predictors: Ragged
-    """[B rows] int64: for each sampled id, the position in its rollout's `ids` of the token before
-    it; −1 if that is the prompt's last.
-    """
-    restarts: Ragged
-    """[B rows] int64: positions in its rollout's `ids` where a rewritten history begins."""
-
-    @classmethod
-    def of(cls, completions: Ragged, turns: Turns) -> Inputs:
-        """Build the inputs for rollouts with these sampled ids and turns."""
-        counts = torch.stack(
-            [turns.histories.lengths, turns.lengths.values, turns.observations.lengths], 1
-        ).numpy()
-        num_turns = len(counts)
-        lengths = counts.ravel()
-        # for each token read: its kind (history, sampled, observation), its turn, and its sequence
-        kinds = np.tile(np.arange(3), num_turns).repeat(lengths)
-        turn_of_token = np.arange(num_turns).repeat(counts.sum(1))
-        is_start = turns.begins_sequence.numpy()
-        sequences = np.cumsum(is_start)[turn_of_token] - 1
-
-        ids = np.empty(len(kinds), np.int32)
-        for kind, source in enumerate((turns.histories, completions, turns.observations)):
-            ids[kinds == kind] = source.values.numpy()
-        targets = np.flatnonzero(kinds == 1)
-        last_target = np.full(int(is_start.sum()), -1)
-        last_target[sequences[targets]] = targets  # if an index repeats, the last value stays
-        is_input = np.arange(len(ids)) < last_target[sequences]
-
-        row_of_token = turns.lengths.segment_ids.numpy()[turn_of_token]
-        input_counts = np.bincount(row_of_token[is_input], minlength=len(completions))
-        row_starts = np.cumsum(input_counts) - input_counts
-        places = np.cumsum(is_input) - 1 - row_starts[row_of_token]  # in its rollout's `ids`
-        predictors = np.where(_is_first(row_of_token)[targets], -1, places[targets - 1])
-        restarts = (kinds == 0) & _is_first(turn_of_token) & is_input
-        restart_counts = np.bincount(row_of_token[restarts], minlength=len(completions))
-        return cls(
-            _rows(ids[is_input], input_counts),
-            completions.with_values(torch.from_numpy(predictors)),
-            _rows(places[restarts], restart_counts),
-        )
-
-
 class AfterPrompts(NamedTuple):
-    """Ids that b rollouts add to the strip after their prompts."""
+    """Ids that b rollouts add to the strip after their prompts, as in the picture above."""
 
     ids: list[np.ndarray]
-    """[b] arrays, one per rollout."""
+    """[b] arrays, one per rollout: the tokens after which an id is predicted."""
     predictors: np.ndarray
     """[n] int64: for each target, the position in its rollout's `ids` of the token before it; −1 if
     that is the prompt's last.
@@ -176,10 +127,6 @@ class AfterPrompts(NamedTuple):
     """[r] int64: positions in a rollout's `ids` where a rewritten history begins."""
     restart_counts: np.ndarray
     """[b] int64: number of restarts in each rollout."""
-
-    def restart_indices(self, starts: np.ndarray) -> np.ndarray:
-        """[r] the same as indices into the strip, in which the `ids` begin at `starts` [b]."""
-        return self.restarts + np.repeat(starts, self.restart_counts)
 
 
 def after_prompts(completions: Ragged, turns: Turns | None, rows: np.ndarray) -> AfterPrompts:
@@ -194,12 +141,39 @@ def after_prompts(completions: Ragged, turns: Turns | None, rows: np.ndarray) ->
         ids = [ids[:-1] for ids in completions.views(rows)]
         return AfterPrompts(ids, predictors, np.zeros(0, np.int64), np.zeros_like(counts))
     index = torch.from_numpy(rows)
-    inputs = Inputs.of(completions.take(index), turns.take(index))
+    completions = completions.take(index)
+    turns = turns.take(index)
+    counts = torch.stack(
+        [turns.histories.lengths, turns.lengths.values, turns.observations.lengths], 1
+    ).numpy()
+    num_turns = len(counts)
+    lengths = counts.ravel()
+    # for each token read: its kind (history, sampled, observation), its turn, and its sequence
+    kinds = np.tile(np.arange(3), num_turns).repeat(lengths)
+    turn_of_token = np.arange(num_turns).repeat(counts.sum(1))
+    is_start = turns.begins_sequence.numpy()
+    sequences = np.cumsum(is_start)[turn_of_token] - 1
+
+    ids = np.empty(len(kinds), np.int32)
+    for kind, source in enumerate((turns.histories, completions, turns.observations)):
+        ids[kinds == kind] = source.values.numpy()
+    targets = np.flatnonzero(kinds == 1)
+    last_target = np.full(int(is_start.sum()), -1)
+    last_target[sequences[targets]] = targets  # if an index repeats, the last value stays
+    is_input = np.arange(len(ids)) < last_target[sequences]
+
+    row_of_token = turns.lengths.segment_ids.numpy()[turn_of_token]
+    input_counts = np.bincount(row_of_token[is_input], minlength=len(completions))
+    row_starts = np.cumsum(input_counts) - input_counts
+    places = np.cumsum(is_input) - 1 - row_starts[row_of_token]  # in its rollout's `ids`
+    predictors = np.where(_is_first(row_of_token)[targets], -1, places[targets - 1])
+    restarts = (kinds == 0) & _is_first(turn_of_token) & is_input
+    restart_counts = np.bincount(row_of_token[restarts], minlength=len(completions))
     return AfterPrompts(
-        inputs.ids.views(np.arange(len(rows))),
-        inputs.predictors.values.numpy(),
-        inputs.restarts.values.numpy(),
-        inputs.restarts.lengths.numpy(),
+        np.split(ids[is_input], input_counts.cumsum()[:-1]),
+        predictors,
+        places[restarts],
+        restart_counts,
     )
 
 

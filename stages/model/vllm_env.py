@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, printable
+from quiver.stages.model.folder import text_fields
 from quiver.stages.model.mkl_warmup import make_first_calls
 
 CPU_BLOCK = 32
@@ -140,7 +141,7 @@ def cpu_cache_bytes(config: dict[str, Any], length: int, sequences: int, itemsiz
         sequences: Sequences at once.
         itemsize: Bytes per cached number.
     """
-    config = {**config, **(config.get("text_config") or {})}
+    config = text_fields(config)
     layers = config.get("num_hidden_layers", 1)
     heads = config.get("num_attention_heads", 1)
     key_heads = config.get("num_key_value_heads") or heads

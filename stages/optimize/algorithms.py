@@ -317,7 +317,7 @@ def find_function(module: str, chosen: str | Callable[..., Any]) -> Callable[...
     `advantages` and `estimators`, or in `losses` and `surrogates`. Raises ConfigError."""
     if callable(chosen):
         return chosen
-    for name in filter(None, (module, _MORE.get(module))):
+    for name in (module, _MORE[module]):
         functions = importlib.import_module(f"quiver.stages.optimize.{name}")
         function = getattr(functions, chosen, None)
         if inspect.isfunction(function):

@@ -55,9 +55,8 @@ def audit(
     `stale` if there are fresh rollouts too. If their proximal logprobs are of the policy that
     sampled, these are held to the limit.
     """
-    is_stale = [False] * len(batch.groups) if batch.stale is None else batch.stale.tolist()
-    fresh_rows = [row for row in rows if not is_stale[row]]
-    stale_rows = [row for row in rows if is_stale[row]]
+    fresh_rows = [row for row in rows if not batch.origins[row].is_stale]
+    stale_rows = [row for row in rows if batch.origins[row].is_stale]
     report = _compare(objective, batch, logprobs, fresh_rows, "the trainer's logprobs")
     if batch.prox_logprobs is None and (rounding := _quantization(batch, rows)):
         log.warning(
@@ -95,9 +94,8 @@ def _compare(
     NumericError if it is not within.
     """
     limit = objective.config.audit.max_mean_gap
-    biases = batch.biases or [""] * len(batch.groups)
-    unbiased_rows = [row for row in rows if not biases[row]]
-    biased_rows = [row for row in rows if biases[row]]
+    unbiased_rows = [row for row in rows if not batch.origins[row].biases]
+    biased_rows = [row for row in rows if batch.origins[row].biases]
     report: dict[str, Any] = {}
     if unbiased_rows:
         report = {**_measure_rows(objective, batch, logprobs, unbiased_rows), "judged": "mean_gap"}
@@ -118,7 +116,7 @@ def _compare(
                 next_step,
             )
     if biased_rows:
-        names = ", ".join(dict.fromkeys(biases[row] for row in biased_rows))
+        names = ", ".join(dict.fromkeys(batch.origins[row].biases for row in biased_rows))
         judged = "kl_k1" if "penalty" in names else "mean_excess"
         biased_report = {
             **_measure_rows(objective, batch, logprobs, biased_rows),
@@ -141,8 +139,8 @@ def _compare(
 
 def _quantization(batch: Batch, rows: Sequence[int]) -> str:
     """Return how the engine rounded when it sampled rollouts `rows`; empty if it did not."""
-    kinds = batch.quantization or [""] * len(batch.groups)
-    return ", ".join(dict.fromkeys(kinds[row] for row in rows if kinds[row]))
+    kinds = dict.fromkeys(batch.origins[row].quantization for row in rows)
+    return ", ".join(filter(None, kinds))
 
 
 def _too_far(message: str, next: str = "") -> NumericError:

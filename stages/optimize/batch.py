@@ -36,6 +36,18 @@ class TokenColumns(NamedTuple):
         return self.old_logprobs if self.prox_logprobs is None else self.prox_logprobs
 
 
+class Origin(NamedTuple):
+    """How a rollout was sampled."""
+
+    is_stale: bool
+    """By a policy older than the starting checkpoint, so that the logprobs differ legitimately and
+    the audit only reports them."""
+    biases: str
+    """Settings that made the sampled distribution differ from the policy's (`top_p = 0.9`)."""
+    quantization: str
+    """How the engine rounded its weights or cache (`quantization = fp8`)."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """The K rollouts that take part, with N completion tokens."""
@@ -52,18 +64,10 @@ class Batch:
     """[N] float32"""
     prox_logprobs: Tensor | None
     ref_logprobs: Tensor | None
-    stale: Tensor | None = None
-    """[K] bool: sampled by a policy older than the starting checkpoint, so that the logprobs differ
-    legitimately and the audit only reports them. None if no rollout is."""
-    biases: list[str] | None = None
-    """[K] the settings that made the sampled distribution differ from the policy's (`top_p = 0.9`),
-    or empty. None if no rollout has any."""
-    quantization: list[str] | None = None
-    """[K] how the engine rounded its weights or cache (`quantization = fp8`), or empty. None if it
-    did not."""
-    masked: Tensor | None = None
-    """[K] bool: counts in the denominators as a rollout, but has no loss. None if no rollout is
-    masked."""
+    masked: Tensor
+    """[K] bool: counts in the denominators as a rollout, but has no loss."""
+    origins: Sequence[Origin] = ()
+    """[K] how each rollout was sampled. The audit reads them."""
     max_completion_tokens: int | None = None
     """Token limit of generation, for aggregation `constant`."""
     rewards: Tensor | None = None
@@ -82,7 +86,7 @@ class Batch:
     @property
     def has_stale(self) -> bool:
         """True if an older policy sampled some of them."""
-        return self.stale is not None and bool(self.stale.any())
+        return any(origin.is_stale for origin in self.origins)
 
     @property
     def has_token_advantages(self) -> bool:
@@ -105,17 +109,13 @@ class Batch:
             if self.has_token_advantages:
                 counts = self.sequences.completions.with_values(is_active.long()).segment_sum()
                 is_active = counts > 0
-        if self.masked is not None:
-            is_active = is_active & ~self.masked
-        return is_active.nonzero()[:, 0].tolist()
+        return (is_active & ~self.masked).nonzero()[:, 0].tolist()
 
     def counted_tokens(self, members: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return how many tokens of each of the rollouts `members` have a weight [b], 0 for masked
         ones; and the places [n] of these tokens among the N."""
         rows = torch.as_tensor(members, dtype=torch.int64)
         lengths = self.sequences.completions.lengths[rows]
-        if self.masked is None:
-            return lengths, self.places(rows)
         is_masked = self.masked[rows]
         return lengths.masked_fill(is_masked, 0), self.places(rows[~is_masked])
 

@@ -217,12 +217,7 @@ def check_trackers(trackers: Sequence[str], folder: str | None) -> None:
                 f"{did_you_mean(name, _TRACKERS)}",
                 next="correct optimize.trackers",
             )
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"optimize.trackers {name}",
-                f"{name} is not installed here",
-                next=f"pip install {name}",
-            )
+        _check_installed(name, f"optimize.trackers {name}", name)
     if trackers and Path(folder).exists() and not Path(folder).is_dir():
         raise ConfigError(
             f"optimize.tracker_folder {printable(folder)}",
@@ -233,16 +228,15 @@ def check_trackers(trackers: Sequence[str], folder: str | None) -> None:
 
 def check_peft() -> None:
     """Raise ConfigError if peft is not installed."""
-    _check_installed("peft", "optimize.lora", "lora")
+    _check_installed("peft", "optimize.lora", '"quiver-rl[lora]"')
 
 
 def check_8bit() -> None:
     """Raise ConfigError if bitsandbytes, which quantizes moments, is not installed."""
-    _check_installed("bitsandbytes", "optimize.optimizer adamw_8bit", "8bit")
+    _check_installed("bitsandbytes", "optimize.optimizer adamw_8bit", '"quiver-rl[8bit]"')
 
 
-def _check_installed(package: str, setting: str, extra: str) -> None:
+def _check_installed(package: str, setting: str, requirement: str) -> None:
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(
-            setting, f"{package} is not installed here", next=f'pip install "quiver-rl[{extra}]"'
-        )
+        problem = f"{package} is not installed here"
+        raise ConfigError(setting, problem, next=f"pip install {requirement}")

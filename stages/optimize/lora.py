@@ -22,7 +22,6 @@ choice of the base in `inputs`.
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +35,7 @@ from torch import nn
 from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.pytorch_utils import Conv1D
 
-from quiver.schemas.errors import ConfigError, printable
+from quiver.schemas.errors import ConfigError, did_you_mean, printable
 from quiver.stages.core.files import write_bytes
 from quiver.stages.core.store import Version
 from quiver.stages.model.checkpoints import ADAPTER_FOLDER, ADAPTER_PREFIX, ADAPTER_WEIGHTS
@@ -190,14 +189,11 @@ def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
         matching = [name for name in linear if f".{name}".endswith(f".{target}")]
         if not matching:
             endings = sorted({name.rpartition(".")[2] for name in linear})
-            nearest = difflib.get_close_matches(target, endings, 1, 0.5)
             raise ConfigError(
                 "optimize.lora.target_modules",
                 f"no linear layer inside the model is called {printable(repr(target))}; there are "
-                f"{', '.join(endings)}",
-                next=f"set target_modules = {nearest}"
-                if nearest
-                else 'set target_modules = "all-linear"',
+                f"{', '.join(endings)}{did_you_mean(target, endings)}",
+                next='correct optimize.lora.target_modules, or set it to "all-linear"',
             )
         chosen.update(matching)
     return [name for name in linear if name in chosen]

@@ -276,7 +276,7 @@ def sequence_sum(lengths: Tensor, max_completion_tokens: int | None = None) -> T
     return torch.full((int(lengths.sum()),), 1.0 / max(len(lengths), 1), dtype=torch.float64)
 
 
-def constant(lengths: Tensor, max_completion_tokens: int | None = None) -> Tensor:
+def constant(lengths: Tensor, max_completion_tokens: int) -> Tensor:
     """1 / (B max_completion_tokens): a token weighs the same in every step, however long the
     completions came out.
 
@@ -285,13 +285,9 @@ def constant(lengths: Tensor, max_completion_tokens: int | None = None) -> Tenso
         max_completion_tokens: ≥ 1, the limit of generation.
     Returns:
         [N] float64.
-    Raises:
-        ValueError: if max_completion_tokens is missing.
 
     Reference: Dr. GRPO, https://arxiv.org/abs/2503.20783, section 3.2.
     """
-    if not max_completion_tokens:
-        raise ValueError("aggregation 'constant' needs max_completion_tokens >= 1")
     weight = 1.0 / (len(lengths) * max_completion_tokens)
     return torch.full((int(lengths.sum()),), weight, dtype=torch.float64)
 

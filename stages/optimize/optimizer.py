@@ -43,7 +43,6 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from quiver.schemas.errors import ConfigError, printable
-from quiver.schemas.plain import read_json
 from quiver.stages.core.files import write_bytes
 from quiver.stages.core.store import Version
 from quiver.stages.model.folder import load_errors
@@ -438,22 +437,18 @@ def write_tensors(
         file_bytes: largest file, unless a single tensor is larger.
         done: called with each file of tensors, once it is complete.
     """
+    from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
 
-    files: list[list[str]] = [[]]
-    free = file_bytes
-    for name, tensor in tensors.items():
-        if files[-1] and tensor.nbytes > free:
-            files.append([])
-            free = file_bytes
-        files[-1].append(name)
-        free -= tensor.nbytes
+    split = split_torch_state_dict_into_shards(
+        tensors, filename_pattern="state{suffix}.safetensors", max_shard_size=file_bytes
+    )
+    files = split.filename_to_tensors
     folder.mkdir()
-    for number, names in enumerate(files, 1):
+    for file, names in files.items():
         of_file = {name: tensors[name].cpu().contiguous() for name in names}
-        path = folder / _file_name(number, len(files))
-        save_file(of_file, path)
-        done(path)
+        save_file(of_file, folder / file)
+        done(folder / file)
     write_bytes(folder / "state.json", json.dumps({"files": len(files)}).encode())
 
 
@@ -463,16 +458,12 @@ def read_tensors(policy: Version, folder: str) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     policy.verify(f"{folder}/")
-    count = read_json(policy.files.read(f"{folder}/state.json"))["files"]
     tensors: dict[str, Tensor] = {}
     with load_errors(f"{policy.ref} {folder}/"):
-        for number in range(1, count + 1):
-            tensors |= load_file(policy.files.path(f"{folder}/{_file_name(number, count)}"))
+        for name in policy.files.names:
+            if name.startswith(f"{folder}/state") and name.endswith(".safetensors"):
+                tensors |= load_file(policy.files.path(name))
     return tensors
-
-
-def _file_name(number: int, count: int) -> str:
-    return f"state-{number:05d}-of-{count:05d}.safetensors" if count > 1 else "state.safetensors"
 
 
 # -- what of a running training is saved

@@ -44,7 +44,7 @@ from quiver.stages.turns.statistics import first_failure, way_to_end
 from . import terms
 from .advantages import group_centered, zero_variance
 from .algorithms import Algorithm, find_function
-from .batch import Batch
+from .batch import Batch, Origin
 from .checks import biases, check_lineage, quantization
 from .config import Config
 from .contract import ADVANTAGE_COLUMNS
@@ -80,9 +80,10 @@ class _Joined:
     """The B rollouts of all versions, version after version."""
 
     versions: list[RolloutSet]
+    origins: list[Origin]
+    """[B] how each was sampled."""
     table: pa.Table
-    """rollouts/1, or rollouts/2 if any version is, with `stale`, `biases`, `quantization`
-    and, if given, the logprobs `ref` and `prox`."""
+    """rollouts/1, or rollouts/2 if any version is, with the logprobs `ref` and `prox` if given."""
     rewards: Tensor
     """[B] float32; NaN if not scored, or if the engine gave up."""
     groups: Tensor
@@ -105,12 +106,7 @@ def load(
     versions = [RolloutSet(version_inputs) for version_inputs in sets(inputs)]
     allowed_biases = [b for version in versions for b in check_lineage(config, store, version)]
     joined = _join(config, store, versions)
-    turn_advantages = None
-    if algorithm.advantage_of == "turns":
-        function = find_function("advantages", algorithm.advantage)
-        earned = joined.turn_rewards
-        turn_advantages = earned.with_values(function(earned.values, earned.offsets, joined.groups))
-    shaped_rewards, advantages = _advantages_of(config, algorithm, joined, turn_advantages)
+    shaped_rewards, advantages, turn_advantages = _advantages_of(config, algorithm, joined)
     reasons = _drop_reasons(config, algorithm, joined, shaped_rewards, advantages)
     is_kept = torch.tensor([reason is None for reason in reasons], dtype=torch.bool)
     is_masked = torch.tensor([reason == "length" for reason in reasons], dtype=torch.bool)
@@ -166,6 +162,7 @@ def _join(config: Config, store: Store, versions: list[RolloutSet]) -> _Joined:
     rewards = torch.cat([_tensor(v.column("rewards", "reward"), np.float32) for v in versions])
     require_own_ids(versions)
     groups = []
+    origins: list[Origin] = []
     tables = []
     num_groups = 0
     for version in versions:
@@ -179,9 +176,7 @@ def _join(config: Config, store: Store, versions: list[RolloutSet]) -> _Joined:
         manifest = version.rollouts.manifest
         biases_text = ", ".join(biases(manifest.config_section("sampling")))
         rounding = quantization(manifest.config_section("options"))
-        table = table.append_column("stale", pa.repeat(version.stale, len(table)))
-        table = table.append_column("biases", pa.repeat(biases_text, len(table)))
-        table = table.append_column("quantization", pa.repeat(rounding, len(table)))
+        origins += [Origin(version.stale, biases_text, rounding)] * len(table)
         for role in ("ref", "prox"):
             if role in version.inputs:
                 table = table.append_column(role, _logprobs(version, role))
@@ -192,6 +187,7 @@ def _join(config: Config, store: Store, versions: list[RolloutSet]) -> _Joined:
     rewards = torch.where(_ended_by(table, "abort"), torch.nan, rewards)
     return _Joined(
         versions,
+        origins,
         table,
         rewards,
         torch.cat(groups),
@@ -228,9 +224,10 @@ def _logprobs(version: RolloutSet, role: str) -> pa.ChunkedArray:
 
 
 def _advantages_of(
-    config: Config, algorithm: Algorithm, joined: _Joined, turn_advantages: Ragged | None
-) -> tuple[Tensor, Tensor]:
-    """Return shaped rewards and advantages, [B] each.
+    config: Config, algorithm: Algorithm, joined: _Joined
+) -> tuple[Tensor, Tensor, Ragged | None]:
+    """Return shaped rewards and advantages, [B] each, and the advantages of turns [B rows], if they
+    have any.
 
     For advantages of rollouts, the shaped rewards subtract the KL in the reward, Σ old − ref over
     each rollout. Advantages are NaN for rollouts without one. For advantages of turns, the second
@@ -239,9 +236,12 @@ def _advantages_of(
     """
     rewards = joined.rewards
     advantages = rewards
+    turn_advantages = None
     function = find_function("advantages", algorithm.advantage)
     parameters = inspect.signature(function).parameters
-    if turn_advantages is not None:
+    if algorithm.advantage_of == "turns":
+        earned = joined.turn_rewards
+        turn_advantages = earned.with_values(function(earned.values, earned.offsets, joined.groups))
         sizes = turn_advantages.with_values(turn_advantages.values.abs())
         advantages = sizes.segment_sum()
     elif algorithm.advantage_of == "rollouts":
@@ -258,7 +258,7 @@ def _advantages_of(
         # only shows which rollouts can have one; the advantages of tokens come later
         advantages = group_centered(rewards, joined.groups)
     if not bool(advantages.isnan().all()):
-        return rewards, advantages
+        return rewards, advantages, turn_advantages
     num_scored = int((~joined.rewards.isnan()).sum())
     if num_scored >= 2 and int(joined.groups.bincount().max()) < 2:
         raise ConfigError(
@@ -268,8 +268,14 @@ def _advantages_of(
             next="set generate.samples_per_prompt >= 2, or use reinforce_pp or ppo, which need no "
             "group",
         )
+    raise _too_few_scored(joined, num_scored)
+
+
+def _too_few_scored(joined: _Joined, num_scored: int) -> NumericError:
+    """Return the error that no rollout has an advantage, with the reasons why they ended."""
     names = [str(version.inputs["rewards"].ref) for version in joined.versions]
     table, failure, longest = joined.table, None, None
+    num_rows = len(table)
     reasons = table["finish_reason"]
     if "end_reason" in table.column_names:
         failure = first_failure(table)
@@ -281,10 +287,10 @@ def _advantages_of(
     if failure is not None:
         in_words += f" ({printable(failure)})"
     num_cut = sum(number for end, number in ends if end in ("length", "max_tokens"))
-    are_cut = num_cut > len(rewards) / 2
-    raise NumericError(
+    are_cut = num_cut > num_rows / 2
+    return NumericError(
         ", ".join(names),
-        f"{num_scored} of {len(rewards)} rollouts are scored, which is too few for an advantage: a "
+        f"{num_scored} of {num_rows} rollouts are scored, which is too few for an advantage: a "
         f"group algorithm needs two per prompt; ended: {in_words or 'none'}",
         next=way_to_end(joined.versions[0].rollouts.manifest, longest)
         if are_cut
@@ -392,10 +398,8 @@ def _make_batch(
         old_logprobs=old_logprobs,
         prox_logprobs=take("prox"),
         ref_logprobs=take("ref"),
-        stale=_tensor(table["stale"], bool)[rows],
-        biases=table["biases"].take(rows.numpy()).to_pylist(),
-        quantization=table["quantization"].take(rows.numpy()).to_pylist(),
         masked=is_masked[rows],
+        origins=[joined.origins[row] for row in rows.tolist()],
         max_completion_tokens=config.max_completion_tokens
         or max(map(_max_completion_tokens, joined.versions)),
         rewards=joined.rewards[rows],

@@ -24,8 +24,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -56,24 +55,12 @@ from .optimizer import (
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from .resume import SavedProgress
+
 MAX_SKIPPED = 3
 _SECONDS_BETWEEN_LINES = 2.0
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-class Progress(Protocol):
-    """Saved state of a training while it runs; `resume` keeps it in a store."""
-
-    def load(self, trainer: Trainer) -> tuple[int, int, int]:
-        """Put the saved state into the trainer. Return the epoch and mini-batch that come next, and
-        the step at which that epoch began."""
-
-    def step_done(self, trainer: Trainer, epoch: int, minibatch: int, epoch_step: int) -> None:
-        """Note that a step is done; this mini-batch of this epoch comes next."""
-
-    def not_finite(self, trainer: Trainer, update: dict[str, Any], rows: list[int]) -> None:
-        """Keep the rollouts `rows` of a step whose loss or gradient is not finite."""
 
 
 class Trainer(SavedState):
@@ -246,7 +233,7 @@ class Trainer(SavedState):
             "last_values": last_values,
         }
 
-    def train(self, progress: Progress | None = None) -> None:
+    def train(self, progress: SavedProgress | None = None) -> None:
         """Run all epochs, from the point that `progress` has saved. Raises NumericError if the
         audit fails or steps are not finite; nothing may be committed then."""
         first_epoch, first_minibatch, epoch_step = 0, 0, self.step
@@ -285,7 +272,7 @@ class Trainer(SavedState):
         self.policy.free()
 
     def _train_minibatch(
-        self, epoch: int, minibatch: int, members: list[int], progress: Progress | None
+        self, epoch: int, minibatch: int, members: list[int], progress: SavedProgress | None
     ) -> None:
         """Take one optimizer step over rollouts `members`, unless none of them is passed through
         the model."""
@@ -392,10 +379,13 @@ class Trainer(SavedState):
         finished = []
         last_line = time.monotonic()
         self.optimizer.zero_grad(set_to_none=True)
+
+        def with_columns(layout: Layout) -> tuple[Layout, TokenColumns, StepColumns]:
+            step_columns = whole_step.at(self.batch.places(layout.rows))
+            return layout, self.batch.token_columns(layout.rows), step_columns
+
         with self.policy.context():
-            ready = self.policy.layouts(
-                rank_microbatches, sequences, partial(self._with_columns, whole_step)
-            )
+            ready = self.policy.layouts(rank_microbatches, sequences, with_columns)
             for number, (layout, token_columns, step_columns) in enumerate(ready, 1):
                 # read nothing back before all passes are queued: reading waits for the GPU
                 outputs = self.policy(layout, frozen=self.warming)
@@ -426,13 +416,6 @@ class Trainer(SavedState):
             "rollouts": len(active),
             "microbatches": len(microbatches),
         }
-
-    def _with_columns(
-        self, whole_step: StepColumns, layout: Layout
-    ) -> tuple[Layout, TokenColumns, StepColumns]:
-        """Return a layout and the columns of its tokens."""
-        step_columns = whole_step.at(self.batch.places(layout.rows))
-        return layout, self.batch.token_columns(layout.rows), step_columns
 
     def _step_columns(self, members: list[int], active: list[int]) -> StepColumns:
         """Return the step's columns. With `entropy_share` below 1, a pass of its own computes the

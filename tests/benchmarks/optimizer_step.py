@@ -275,6 +275,7 @@ def _quiver(arguments: argparse.Namespace) -> None:
         torch.zeros(len(completions)),
         None,
         None,
+        masked=torch.zeros(total, dtype=torch.bool),
     )
     options = {
         "precision": arguments.precisions[0],

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from quiver.schemas.errors import ConfigError
-
 from .layout import Sequences
 from .packing import Piece
 
@@ -52,16 +50,7 @@ class Pairs:
 
 def make_pairs(pieces: Sequence[Piece], sequences: Sequences, start: int) -> Pairs:
     """Pad the prompts and the shifted completions of `pieces`, on the CPU; `start` is the decoder's
-    start id.
-
-    Raises ConfigError for rollouts of several turns.
-    """
-    if sequences.turns is not None:
-        raise ConfigError(
-            "model",
-            "an encoder-decoder model reads no rollouts of several turns",
-            next="take a causal language model",
-        )
+    start id. The rollouts have one turn each (`loading.check_rows`)."""
     rows = torch.tensor([row for piece in pieces for row in piece.rows])
     counts = torch.tensor([len(piece.rows) for piece in pieces])
     completions = sequences.completions.take(rows)

@@ -298,7 +298,8 @@ def make_layout(pieces: Sequence[Piece], sequences: Sequences, *, varlen: bool =
 
     spans = make_spans(counts, prompt_lengths, input_lengths)
     if len(after.restarts):
-        spans = cut_spans(spans, after.restart_indices(completion_starts))
+        restarts = after.restarts + np.repeat(completion_starts, after.restart_counts)
+        spans = cut_spans(spans, restarts)
     length = int(spans.lengths.sum())
     media = in_strip(sequences.media, at_prompts, (rows, completion_starts), length)
     return Layout(

@@ -111,15 +111,7 @@ class Shown:
     def joined(cls, tables: Sequence[Shown]) -> Shown:
         """Join the media of several tables of rollouts."""
         columns = ([shown.numbers, shown.starts, shown.places] for shown in tables)
-        return cls(
-            *(
-                Ragged.from_lengths(
-                    torch.cat([rows.values for rows in column]),
-                    torch.cat([rows.lengths for rows in column]),
-                )
-                for column in zip(*columns, strict=True)
-            )
-        )
+        return cls(*map(Ragged.joined, zip(*columns, strict=True)))
 
     def take(self, rows: Tensor) -> Shown:
         """Return rollouts `rows`, in that order."""

@@ -417,7 +417,7 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         gate, up, weight = ctx.saved_tensors
-        grad_parameters = [None] * ctx.kind.num_parameters
+        grad_parameters = [None] * len(ctx.kind.parameters)
         with uncast(weight):
             grad = grad.flatten(0, -2)
             grad_gate, grad_up, gated = _slopes(grad @ weight, gate, up)

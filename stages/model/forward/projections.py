@@ -178,7 +178,7 @@ class _Product(torch.autograd.Function):
         states, weight = ctx.saved_tensors
         needs_states = ctx.needs_input_grad[0]
         grad_states = None
-        grad_parameters = [None] * ctx.kind.num_parameters
+        grad_parameters = [None] * len(ctx.kind.parameters)
         with uncast(weight):
             grad = _side_by_side([grad.flatten(0, -2) for grad in grads])
             if needs_states:
@@ -210,10 +210,6 @@ class Kind:
         weights = parameters[: len(parameters) // (1 if bias is None else 2)]
         sizes = tuple(len(weight) for weight in weights)
         return cls(tuple(parameters), sizes, bias is not None)
-
-    @property
-    def num_parameters(self) -> int:
-        return len(self.parameters)
 
     def gradients(self, grad: Tensor, states: Tensor) -> list[Tensor | None]:
         """Return the gradients of weights and biases, for a product of `states` [N, d] whose output

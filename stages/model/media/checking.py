@@ -81,13 +81,7 @@ class FileCheck:
             problem = f"has {len(content):,} bytes, at most {limits.bytes:,} are read"
             answer = {"error": f"{problem} ({BYTES_KEYS[modality]})"}
         else:
-            question = {
-                "modality": modality,
-                "bytes": len(content),
-                "size": limits.size,
-                "size_name": limits.size_name,
-                "decode_seconds": limits.decode_seconds,
-            }
+            question = {**limits._asdict(), "modality": modality, "bytes": len(content)}
             answer = self._script.ask(
                 json.dumps(question).encode() + b"\n" + content,
                 f"was not decoded within {limits.decode_seconds:g} seconds (prompt.decode_seconds)",

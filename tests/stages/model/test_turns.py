@@ -2,14 +2,16 @@
 what is read is always prompt + Σ(turn + observation)."""
 
 import random
+from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
 
 from quiver.schemas import rollouts as kind
 from quiver.stages.model.ragged import Ragged
-from quiver.stages.model.turns import Inputs, Turns
+from quiver.stages.model.turns import Turns, after_prompts
 from tests import episodes
 from tests.episodes import turn
 
@@ -39,15 +41,34 @@ def table_of(*rows: dict) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=kind.OF_TURNS)
 
 
+class Inputs(NamedTuple):
+    """The result of `after_prompts`, with one row for each rollout."""
+
+    ids: list
+    predictors: Ragged
+    restarts: Ragged
+
+
+def inputs_from(completions: Ragged, turns: Turns, rows: list[int]) -> Inputs:
+    after = after_prompts(completions, turns, np.array(rows))
+    lengths = completions.lengths[rows]
+    counts = torch.from_numpy(after.restart_counts)
+    return Inputs(
+        after.ids,
+        Ragged.from_lengths(torch.from_numpy(after.predictors), lengths),
+        Ragged.from_lengths(torch.from_numpy(after.restarts), counts),
+    )
+
+
 def inputs_of(table: pa.Table) -> Inputs:
     completions = Ragged.from_arrow(table["completion_ids"])
     turns = Turns.of_table(table, completions.lengths)
-    inputs = Inputs.of(completions, turns)
-    assert turns.input_lengths.tolist() == inputs.ids.lengths.tolist()
+    inputs = inputs_from(completions, turns, list(range(len(table))))
+    assert turns.input_lengths.tolist() == [len(ids) for ids in inputs.ids]
     return inputs
 
 
-def as_lists(ragged: Ragged) -> list[list[int]]:
+def as_lists(ragged: Ragged | list) -> list[list[int]]:
     return [row.tolist() for row in ragged]
 
 
@@ -125,9 +146,9 @@ def test_rows_are_taken_with_their_turns():
     table = table_of(*rows)
     completions = Ragged.from_arrow(table["completion_ids"])
     turns = Turns.of_table(table, completions.lengths)
-    order = torch.tensor([4, 1, 1, 5])
-    taken = Inputs.of(completions.take(order), turns.take(order))
-    again = inputs_of(table_of(*(rows[number] for number in order.tolist())))
+    order = [4, 1, 1, 5]
+    taken = inputs_from(completions, turns, order)
+    again = inputs_of(table_of(*(rows[number] for number in order)))
     for name in ("ids", "predictors", "restarts"):
         assert as_lists(getattr(taken, name)) == as_lists(getattr(again, name))
 
@@ -171,7 +192,7 @@ def test_the_state_after_a_cut_turn_is_read():
     ]
     turns = Turns.of_table(table_of(*rows), torch.tensor([2, 2]))
     longer = Ragged.from_lengths(torch.tensor([10, 11, 12, 13, 0]), torch.tensor([2, 3]))
-    inputs = Inputs.of(longer, turns.with_next_state(torch.tensor([False, True])))
+    inputs = inputs_from(longer, turns.with_next_state(torch.tensor([False, True])), [0, 1])
     assert as_lists(inputs.ids) == [[10, 20], [30, 13]]
     assert as_lists(inputs.predictors) == [[-1, 1], [-1, 0, 1]]
 

@@ -4,7 +4,7 @@ import torch
 
 from quiver.stages.model.forward.layout import Sequences
 from quiver.stages.model.ragged import Ragged
-from quiver.stages.optimize.batch import Batch
+from quiver.stages.optimize.batch import Batch, Origin
 
 
 def batch_of(lengths: list[int], advantages: list[float], rewards: list[float]) -> Batch:
@@ -20,6 +20,8 @@ def batch_of(lengths: list[int], advantages: list[float], rewards: list[float]) 
         old_logprobs=torch.full((len(ids),), -0.5),
         prox_logprobs=None,
         ref_logprobs=None,
+        masked=torch.zeros(len(lengths), dtype=torch.bool),
+        origins=[Origin(is_stale=False, biases="", quantization="")] * len(lengths),
         rewards=torch.tensor(rewards),
     )
 

@@ -96,7 +96,14 @@ def micro_batch(
     sequences = Sequences(prompts, completions, torch.ones(num_rollouts))
     old_logprobs = torch.zeros(len(completions.values))
     batch = Batch(
-        sequences, numbers, numbers, torch.ones(num_rollouts), old_logprobs, None, old_logprobs
+        sequences,
+        numbers,
+        numbers,
+        torch.ones(num_rollouts),
+        old_logprobs,
+        None,
+        old_logprobs,
+        masked=torch.zeros(num_rollouts, dtype=torch.bool),
     )
     objective = Objective(Config(kl_coef=0.1), find_algorithm("grpo"))
     weights = objective.weights(batch, list(rollouts))

@@ -316,9 +316,8 @@ def test_layers_are_checked_without_the_weights(store, tmp_path, policy):
     with pytest.raises(ConfigError, match="peft gives no adapter to"):
         require_layers(Lora(**SMALL), experts)
     require_layers(Lora(target_modules=["q_b_proj"]), experts)
-    with pytest.raises(ConfigError, match="no linear layer inside the model") as caught:
+    with pytest.raises(ConfigError, match=r"no linear layer inside the model.*mean q_proj\?"):
         require_layers(Lora(target_modules=["q_porj"]), policy)
-    assert caught.value.next == "set target_modules = ['q_proj']"
     require_layers(Lora(**SMALL), policy)
 
 

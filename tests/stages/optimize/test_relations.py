@@ -41,7 +41,9 @@ def scene(request, tmp_path_factory):
     for index, row in enumerate(rows):  # as if they had ended earlier
         for name in ("completion_ids", "old_logprobs"):
             row[name] = row[name][: index + 1]
-    return SimpleNamespace(store=store, policy=policy, rows=rows, own=f"{folder}/own.py:MINE")
+    made = SimpleNamespace(store=store, policy=policy, rows=rows, own=f"{folder}/own.py:MINE")
+    made.inputs = inputs_of(made)
+    return made
 
 
 def inputs_of(scene, rows=None, score=world.even_share) -> dict:
@@ -70,7 +72,7 @@ def trainer(scene, algorithm: str, inputs=None, **fields) -> Trainer:
     }
     algorithm = scene.own if algorithm == "own" else algorithm
     config = world.config(algorithm=algorithm, **fields)
-    made = world.trainer(scene.store, inputs or inputs_of(scene), config)
+    made = world.trainer(scene.store, inputs or scene.inputs, config)
     if made.critic:
         with torch.no_grad():
             made.policy.value_head.weight.copy_(torch.linspace(-0.3, 0.3, 32))

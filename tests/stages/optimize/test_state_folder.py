@@ -24,7 +24,7 @@ TENSORS = {
     "file_bytes, files",
     [
         (10**9, [["long", "short", "updates", "wide"]]),
-        (1240, [["long"], ["wide"], ["short", "updates"]]),
+        (1240, [["wide"], ["long", "short"], ["updates"]]),
         (3640, [["long", "short", "wide"], ["updates"]]),
     ],
 )

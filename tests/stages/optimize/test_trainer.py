@@ -99,6 +99,7 @@ def _trainer(
         _ragged(rows, "old", torch.float32).values,
         _ragged(rows, "old_logprobs", torch.float32).values if prox else None,
         _ragged(rows, "ref", torch.float32).values if ref else None,
+        masked=torch.zeros(len(rows), dtype=torch.bool),
         max_completion_tokens=MOST,
     )
     model = load_model(policy, dtype=torch.float32)

@@ -62,9 +62,8 @@ def agree(
             return False
         if output.device.type != "meta":
             gap = (output.double() - wanted.double()).norm()
-            if (
-                not gap <= _TOLERANCES[precision or output.dtype] * wanted.double().norm()
-            ):  # written so that NaN fails too
+            largest = _TOLERANCES[precision or output.dtype] * wanted.double().norm()
+            if not gap <= largest:  # written so that NaN fails too
                 return False
     return True
 
@@ -90,11 +89,8 @@ def float32_product(left: Tensor, right: Tensor, total: Tensor | None = None) ->
     with uncast(left):
         can_widen, can_add = _abilities(left.device.type, left.dtype)
         if total is None:
-            return (
-                torch.mm(left, right, out_dtype=torch.float32)
-                if can_widen
-                else (torch.mm(left, right).float())
-            )
+            options = {"out_dtype": torch.float32} if can_widen else {}
+            return torch.mm(left, right, **options).float()
         if can_add:
             return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
         return total.add_(float32_product(left, right))

@@ -53,7 +53,7 @@ class FusedHead(torch.autograd.Function):
         ctx.entropy_gradient = entropy_gradient
         hidden = hidden.to(dtype)
         weight = weight.to(dtype)
-        parts = [torch.empty(4, 0, device=hidden.device)]  # there may be no chunk
+        parts = [hidden.new_empty(4, 0, dtype=torch.float32)]  # there may be no chunk
         for chunk in chunks:
             logits = _logits(hidden[chunk], weight)
             parts.append(operations.head(logits, targets[chunk], factors[chunk], collision))

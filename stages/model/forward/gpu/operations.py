@@ -56,7 +56,7 @@ def head(logits: Tensor, targets: Tensor, factors: Tensor, collision: bool) -> T
     Returns [4, c] float32: the logprobs of `targets` [c] int64; the entropy, or Σ p² if
     `collision`; the largest logit; and log Σ exp(logit − largest).
     """
-    rows = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
+    rows = logits.new_empty(4, len(logits), dtype=torch.float32)
     launch(
         kernels.head_kernel,
         (len(logits),),
@@ -94,7 +94,7 @@ def head_slope(
         dtype: Dtype of the result.
     """
     num_rows, num_ids = logits.shape
-    slopes = torch.empty(num_rows, num_ids, dtype=dtype, device=logits.device)
+    slopes = logits.new_empty(num_rows, num_ids, dtype=dtype)
     block = min(_ROW_BLOCK, _power(num_ids))
     launch(
         kernels.head_slope_kernel,
@@ -151,7 +151,7 @@ def norm(
 ) -> tuple[Tensor, Tensor]:
     """Return weight · x / rms(x) of states […, width], contiguous, in `dtype`, and 1 / rms(x)
     [rows] float32."""
-    output = torch.empty(states.shape, dtype=dtype, device=states.device)
+    output = states.new_empty(states.shape, dtype=dtype)
     return output, _normalize(states, None, weight, epsilon, states, output)
 
 
@@ -163,8 +163,8 @@ def add_norm(
     `branch` must be contiguous.
     """
     total_dtype = torch.promote_types(states.dtype, branch.dtype)
-    total = torch.empty(states.shape, dtype=total_dtype, device=states.device)
-    output = torch.empty(states.shape, dtype=dtype, device=states.device)
+    total = states.new_empty(states.shape, dtype=total_dtype)
+    output = states.new_empty(states.shape, dtype=dtype)
     return total, output, _normalize(states, branch, weight, epsilon, total, output)
 
 
@@ -178,7 +178,7 @@ def _normalize(
 ) -> Tensor:
     """Fill `output`, and `total` if there is a branch; return the scales."""
     states, where = _rows(states)
-    scales = torch.empty(where[0], dtype=torch.float32, device=states.device)
+    scales = states.new_empty(where[0], dtype=torch.float32)
     block = _block(states.shape[-1])
     launch(
         kernels.norm_kernel,
@@ -217,11 +217,11 @@ def norm_slope(
     width = states.shape[-1]
     block = _block(width)
     num_programs, num_turns = _shares(where[0], block["ROWS"])
-    grad_states = torch.empty(states.shape, dtype=states.dtype, device=states.device)
-    grad_branch = torch.empty(0, dtype=states.dtype, device=states.device)
+    grad_states = states.new_empty(states.shape)
+    grad_branch = states.new_empty(0)
     if branch_dtype is not None:
-        grad_branch = torch.empty(states.shape, dtype=branch_dtype, device=states.device)
-    shares = torch.empty(num_programs, width, dtype=torch.float32, device=states.device)
+        grad_branch = states.new_empty(states.shape, dtype=branch_dtype)
+    shares = states.new_empty(num_programs, width, dtype=torch.float32)
     launch(
         kernels.norm_slope_kernel,
         (num_programs,),
@@ -255,7 +255,7 @@ def _shares(num_rows: int, rows_at_once: int) -> tuple[int, int]:
 def gate(gates: Tensor, ups: Tensor) -> Tensor:
     """Return silu(gates) · ups of two matrices [N, i] of one dtype; their rows may be strided."""
     num_rows, width = gates.shape
-    output = torch.empty(num_rows, width, dtype=gates.dtype, device=gates.device)
+    output = gates.new_empty(num_rows, width)
     launch(
         kernels.gate_kernel,
         (num_rows, -(-width // _COLUMNS)),
@@ -273,8 +273,8 @@ def gate(gates: Tensor, ups: Tensor) -> Tensor:
 def gate_slope(grad: Tensor, gates: Tensor, ups: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of gates and ups, side by side [N, 2 i], and the result of `gate`."""
     num_rows, width = gates.shape
-    both = torch.empty(num_rows, 2 * width, dtype=gates.dtype, device=gates.device)
-    output = torch.empty(num_rows, width, dtype=gates.dtype, device=gates.device)
+    both = gates.new_empty(num_rows, 2 * width)
+    output = gates.new_empty(num_rows, width)
     strides = (tensor.stride(0) for tensor in (grad, gates, ups))
     launch(
         kernels.gate_slope_kernel,

@@ -10,9 +10,9 @@ import torch
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model.forward.layout import Sequences, make_layout, prompt_numbers
-from quiver.stages.model.forward.policy import Policy, compute_logprobs
+from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.forward.verify import choose_mode
-from quiver.stages.model.loading import longest_sequence
+from quiver.stages.model.loading import check_rows, longest_sequence
 from quiver.stages.model.ragged import Ragged
 from quiver.stages.model.turns import Turns
 from tests import episodes, flash
@@ -121,13 +121,8 @@ def test_the_longest_sequence_is_what_the_model_must_read():
 
 
 def test_an_encoder_decoder_model_reads_no_turns(store):
-    from quiver.stages.model.loading import load_model
     from tests.tiny import make_policy
 
-    policy = make_policy(store, "t5", kind="t5")
-    rows, sequences, numbers = made(forward._model("llama"))
-    reader = Policy(load_model(policy, dtype=torch.float32), autocast=False)
-    with pytest.raises(ConfigError, match="reads no rollouts of several turns"):
-        compute_logprobs(
-            reader, reader.microbatches(range(len(rows)), numbers, sequences, 100), sequences
-        )
+    rows, _, _ = made(forward._model("llama"))
+    with pytest.raises(ConfigError, match="an encoder-decoder model answers a prompt only once"):
+        check_rows(episodes.table_of(rows), "rollouts", make_policy(store, "t5", kind="t5"))
