@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError, ResourceError
+from quiver.stages.core.run import user_process
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool import jobs, pool
 from quiver.stages.reward.pool.calls import About
@@ -377,7 +378,7 @@ def test_a_call_that_the_pool_itself_fails_is_an_error_and_takes_no_place(one, m
         raise RuntimeError("broken")
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as thread:
-        patch.setattr(pool, "_log_printed", broken)
+        patch.setattr(pool.FunctionProcess, "log_printed", broken)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="broken"):
                 thread.submit(score, one, "raises", rows=1).result(60)
@@ -464,7 +465,7 @@ def test_code_that_can_not_be_loaded_is_one_error_and_not_one_a_row(shared, fold
     for number, (source, said) in enumerate(
         {
             "import nonexistent_module": missing,
-            "import os; os._exit(7)": "ended its process with exit code 7",
+            "import os; os._exit(7)": "its process ended with exit code 7",
             "import sys; sys.exit(7)": "SystemExit: 7",
             "import time; time.sleep(600)": "took longer than 1 s",
             "x = 1": "has no function f",
@@ -472,7 +473,7 @@ def test_code_that_can_not_be_loaded_is_one_error_and_not_one_a_row(shared, fold
     ):
         (folder / f"broken{number}.py").write_text(source)
         with monkeypatch.context() as patch, pytest.raises(ConfigError) as caught:
-            patch.setattr(pool, "LOAD_SECONDS", 1.0 if "sleep" in source else 60.0)
+            patch.setattr(user_process, "LOAD_SECONDS", 1.0 if "sleep" in source else 60.0)
             scorer(shared, f"broken{number}.py:f").require([])
         assert said in caught.value.message
     assert score(shared, "nothing", bad=-1) == [Part(1.0)] * 12  # the pool goes on
@@ -503,7 +504,7 @@ def test_a_process_that_is_killed_while_it_imports_is_tried_again(empty, kills, 
         if kills == 2:
             assert score_texts(function, ["a", "b"]) == [Part(1.0)] * 2
         else:
-            why = r"importing dies.py:f ended its process by SIGKILL \(out.*3 times in a row"
+            why = r"importing it: its process ended by SIGKILL \(out.*3 times in a row"
             with pytest.raises(ResourceError, match=why):
                 score_texts(function, ["a", "b"])
     assert (empty / "imports").read_text() == "iii"
