@@ -55,20 +55,17 @@ class Answerer:
 
     def _guarded(self, act: Any, key: int, **arguments: Any) -> dict[str, Any]:
         """Return the answer of `act`, or the error that the environment's own code raised."""
-        environment = None
         try:
             with no_copies(), self._randomness(key):
                 return {**act(key, **arguments), "error": None}
         except BaseException as error:
-            environment = self._environments.pop(key, None)
             try:
                 text = printable(f"{type(error).__name__}: {error}", 1000)
             except BaseException:  # converting the error to text may raise too
                 text = type(error).__name__
+            if key in self._environments:
+                _close(self._environments.pop(key))
             return {"step": None, "error": text}
-        finally:
-            if environment is not None:
-                _close(environment)
 
     def open(self, key: int, row: bytes, seed: int) -> dict[str, Any]:
         """Make an environment and reset it for its row."""

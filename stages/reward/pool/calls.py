@@ -33,12 +33,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, did_you_mean, printable, shortage
+from quiver.schemas.outside import LARGEST
 from quiver.stages.core import plugins
 from quiver.stages.core.run.answering import no_copies
 from quiver.stages.core.run.user_process import memory_limit, refusal
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.pool.habits import LOGS, About, adapted
-from quiver.stages.reward.scoring import LARGEST, Part, as_extra
+from quiver.stages.reward.scoring import Part, as_extra
 
 BEAT_SECONDS = 0.5
 Columns = dict[str, list[Any]]

@@ -30,6 +30,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import ResourceError
+from quiver.schemas.outside import LARGEST
 from quiver.stages.core.run import user_process
 from quiver.stages.core.run.stage_process import this_process
 from quiver.stages.core.run.user_process import (
@@ -41,7 +42,7 @@ from quiver.stages.core.run.user_process import (
     memory_of_each,
 )
 from quiver.stages.reward.pool import calls, jobs
-from quiver.stages.reward.scoring import LARGEST, Part
+from quiver.stages.reward.scoring import Part
 
 _kept: dict[tuple[int | None, float | None], Pool] = {}
 """Pools that wait for the next call of this process, by their settings. Their processes end with
@@ -89,11 +90,6 @@ class FunctionProcess(UserProcess):
             allowance=calls.memory_allowance(memory_bytes),
             lower="reward.workers",
         )
-
-    @property
-    def has_called(self) -> bool:
-        """True if a call has been answered here."""
-        return any(rows for rows, _ in self.last_calls.values())
 
 
 class NotLoaded(Exception):
@@ -230,7 +226,8 @@ class Pool:
         except (Late, Ended) as error:
             if self._closing:
                 raise _closed() from None
-            if isinstance(error, Surplus) and process.has_called:
+            has_called = any(rows for rows, _ in process.last_calls.values())
+            if isinstance(error, Surplus) and has_called:
                 raise NotLoaded from None
             raise
         finally:
