@@ -17,11 +17,11 @@ import pyarrow as pa
 
 from quiver.schemas import rollouts
 from quiver.schemas.manifest import canonical
+from quiver.schemas.prompts import MEDIA
 from quiver.stages.model.media import Medium
 
 from .config import Config
 from .engine import Completion, Request
-from .prompts import media_of
 
 
 def row_seed(seed: int, round: int, group_id: str, sample_index: int, *turn: int) -> int:
@@ -52,8 +52,15 @@ class Rows:
             yield Request(index, prompt_ids.values.to_numpy(), seed, media=media)
 
     def media(self, index: int) -> tuple[Medium, ...]:
-        """Return the pictures in a row's prompt."""
-        return media_of(self.prompts, index // self.config.samples_per_prompt)
+        """Return the media in a row's prompt, in the order of their positions."""
+        if "spans" not in self.prompts.column_names:
+            return ()
+        row = index // self.config.samples_per_prompt
+        files = {name: iter(self.prompts[MEDIA[name]][row].as_py() or ()) for name in MEDIA}
+        spans = self.prompts["spans"][row].as_py() or ()
+        return tuple(
+            Medium(content=next(files[span["modality"]])["bytes"], **span) for span in spans
+        )
 
     def seed(self, index: int, *turn: int) -> int:
         """Return the seed of a row, or of one of its turns."""
