@@ -45,6 +45,9 @@ A turn of `quiver_turns` is {text, calls: [{name, arguments}], observation, cut,
 characters of the observation are left out.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -100,6 +103,22 @@ def check(table: pa.Table) -> pa.Schema:
     fields.compare(table, schema, unique="group_id")
     fields.require_ids(table, schema, "prompt_ids")
     return schema
+
+
+def table_of(
+    rows: list[dict[str, Any]], columns: pa.StructArray, schema: pa.Schema = BEYOND_TEXT
+) -> pa.Table:
+    """Return rows of prompts, which lack `columns`, with the user's `columns`."""
+    place = schema.get_field_index("columns")
+    table = pa.Table.from_pylist(rows, schema.remove(place))
+    return table.add_column(place, fields.required("columns", columns.type), columns)
+
+
+def token_counts(tables: Iterable[pa.Table]) -> dict[str, float]:
+    """Return `min`, `max` and `mean` of the number of tokens of all prompts, at least one."""
+    ids = pa.concat_tables(table.select(["prompt_ids"]) for table in tables)["prompt_ids"]
+    lengths = pc.list_value_length(ids)
+    return {**pc.min_max(lengths).as_py(), "mean": pc.mean(lengths).as_py()}
 
 
 def most_media(table: pa.Table) -> dict[str, int]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from quiver.schemas.errors import LineageError, printable
 from quiver.schemas.manifest import digest
@@ -35,6 +36,21 @@ def open_input(store: Store, version: Version, role: str) -> Version:
             next=f"quiver lineage {version.ref}",
         )
     return source
+
+
+def prompt_rows(rollouts: pa.Table, prompts: pa.Table) -> pa.Array:
+    """Return for each rollout the row of its prompt. Raises LineageError if a group has no
+    prompt."""
+    groups = rollouts.column("group_id").combine_chunks()
+    order = pc.index_in(groups, value_set=prompts.column("group_id").combine_chunks())
+    if order.null_count:
+        unknown = groups.filter(pc.is_null(order))[0].as_py()
+        raise LineageError(
+            f"group {printable(unknown)}",
+            "has rollouts but no prompt",
+            next="generate rollouts of these prompts",
+        )
+    return order
 
 
 def pair_prompts(

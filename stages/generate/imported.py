@@ -21,14 +21,15 @@ import pyarrow as pa
 from pydantic import Field
 
 from quiver.schemas import rollouts as rollouts_kind
-from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.schemas.errors import LineageError, printable
 from quiver.stages.core import config as common
+from quiver.stages.core.file_rows import bad_source
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.model import checkpoints
 from quiver.stages.turns import trajectories
-from quiver.stages.turns.trajectories import Trajectory, place_of
+from quiver.stages.turns.trajectories import Trajectory
 
 from .options import Sampling
 from .texts import Texts
@@ -154,9 +155,7 @@ def _require_readable(config: Config, lines: Mapping[str, Trajectory], policy: V
                 f"{allowed}"
             )
         if problem:
-            raise ConfigError(
-                place_of(config.source, place), problem, next="correct the source and run again"
-            )
+            raise bad_source(f"{config.source} {place}", problem)
 
 
 def _groups(config: Config, lines: Mapping[str, Trajectory], prompts: Version | None) -> list[str]:
@@ -177,9 +176,7 @@ def _groups(config: Config, lines: Mapping[str, Trajectory], prompts: Version | 
             others = "an earlier line" if prompts is None else str(prompts.ref)
             problem = f"prompt_ids: group {printable(group)} has others in {others}"
         if problem:
-            raise ConfigError(
-                place_of(config.source, place), problem, next="correct the source and run again"
-            )
+            raise bad_source(f"{config.source} {place}", problem)
         groups.append(group)
     return groups
 

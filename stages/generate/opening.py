@@ -29,7 +29,7 @@ from quiver.stages.model import checkpoints
 from quiver.stages.model.chat.control_tokens import Guard
 from quiver.stages.model.chat.generation_prompt import learn_markup, reserved_ids
 from quiver.stages.model.chat.messages import read_messages
-from quiver.stages.model.chat.template import Template
+from quiver.stages.model.chat.template import Template, first_variables
 from quiver.stages.model.media.checking import FileCheck, MediaLimits
 from quiver.stages.model.media.processor import load_processor
 from quiver.stages.turns.bridge import Bridge
@@ -84,13 +84,7 @@ def request_maker(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable
     prompts = plan.inputs["prompts"]
     tokenizer = checkpoints.load_tokenizer(setup.policy)
     rendering = prompts.manifest.config
-    variables = {
-        "tools": None,
-        "documents": None,
-        "add_generation_prompt": True,
-        **tokenizer.special_tokens_map,
-        **rendering["template_arguments"],
-    }
+    variables = first_variables(tokenizer, rendering["template_arguments"])
     source = prompts.manifest.metrics["chat_template"]
     processor = load_processor(setup.policy, *turns.most_media) if turns.most_media else None
     named = {name: rendering[name] for name in MediaLimits.model_fields if name in rendering}

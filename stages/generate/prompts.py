@@ -17,7 +17,7 @@ from quiver.schemas.errors import ConfigError, SchemaError, printable
 from quiver.schemas.prompts import MEDIA
 from quiver.stages.core.store import Version
 from quiver.stages.model import checkpoints
-from quiver.stages.model.media import WORDS, Medium
+from quiver.stages.model.media import WORDS
 from quiver.stages.model.media.processor import require_senses
 
 from .config import Config
@@ -116,15 +116,6 @@ def most_media(config: Config, prompts: pa.Table) -> dict[str, int]:
     if config.turns is not None:
         most.update(config.turns.most_media)
     return dict(most)
-
-
-def media_of(prompts: pa.Table, row: int) -> tuple[Medium, ...]:
-    """Return the media of a prompt, in the order of their positions."""
-    if "spans" not in prompts.column_names:
-        return ()
-    files = {name: iter(prompts[MEDIA[name]][row].as_py() or ()) for name in MEDIA}
-    spans = prompts["spans"][row].as_py() or ()
-    return tuple(Medium(content=next(files[span["modality"]])["bytes"], **span) for span in spans)
 
 
 def context_limit(config: Config, policy: Version) -> int:

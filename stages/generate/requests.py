@@ -35,11 +35,8 @@ class Requests:
     texts: Texts
     take_shard: Callable[[], range | None]
     """Returns the rows of the next shard; None if there is none, at least for now."""
-    engine_name: str
-    """The engine's name in errors."""
     ahead: int
     vocabulary_size: int
-    max_tokens: int
     num_tokens: int = 0
     """Ids sampled so far."""
     _asked: set[int] = field(default_factory=set)
@@ -74,7 +71,7 @@ class Requests:
 
     def answer(self, completion: Completion) -> None:
         """Accept a completion. Raises SchemaError or NumericError: see `check`."""
-        self.check(completion, self.max_tokens)
+        self.check(completion, self.rows.config.sampling.max_tokens)
         self._finished.append((completion.index, completion))
 
     def finished_rows(self) -> list[tuple[int, Any]]:
@@ -144,7 +141,7 @@ class Requests:
 
     def _error(self, message: str, kind: type[QuiverError] = SchemaError) -> QuiverError:
         return kind(
-            f"engine {self.engine_name}",
+            f"engine {self.rows.config.engine}",
             message,
             state="nothing of this shard was written; finished shards are kept.",
             next="run the same command again",

@@ -22,19 +22,6 @@ from quiver.stages.model.media import Medium
 
 from .config import Config
 from .engine import Completion, Request
-from .prompts import media_of
-
-_OF_EPISODES = (
-    "completion_ids",
-    "old_logprobs",
-    "finish_reason",
-    "stop_reason",
-    "completion_text",
-    "turns",
-    "end_reason",
-    *MEDIA.values(),
-)
-"""The columns that an episode decides."""
 
 
 def row_seed(seed: int, round: int, group_id: str, sample_index: int, *turn: int) -> int:
@@ -65,8 +52,15 @@ class Rows:
             yield Request(index, prompt_ids.values.to_numpy(), seed, media=media)
 
     def media(self, index: int) -> tuple[Medium, ...]:
-        """Return the pictures in a row's prompt."""
-        return media_of(self.prompts, index // self.config.samples_per_prompt)
+        """Return the media in a row's prompt, in the order of their positions."""
+        if "spans" not in self.prompts.column_names:
+            return ()
+        row = index // self.config.samples_per_prompt
+        files = {name: iter(self.prompts[MEDIA[name]][row].as_py() or ()) for name in MEDIA}
+        spans = self.prompts["spans"][row].as_py() or ()
+        return tuple(
+            Medium(content=next(files[span["modality"]])["bytes"], **span) for span in spans
+        )
 
     def seed(self, index: int, *turn: int) -> int:
         """Return the seed of a row, or of one of its turns."""
@@ -95,14 +89,11 @@ class Rows:
     def table(self, start: int, completions: list[Completion], texts: list[str]) -> pa.Table:
         """Return rollouts/1 of the rows from `start` on: one completion per row, ordered by index.
         [rows]"""
-        columns = {
-            "completion_ids": [completion.completion_ids for completion in completions],
-            "old_logprobs": [completion.logprobs for completion in completions],
-            "finish_reason": [completion.finish_reason for completion in completions],
-            "stop_reason": [completion.stop_reason for completion in completions],
-            "completion_text": texts,
-        }
-        return self._with_prompts(start, columns, rollouts.SCHEMA)
+        records = [
+            {**completion._asdict(), "old_logprobs": completion.logprobs, "completion_text": text}
+            for completion, text in zip(completions, texts, strict=True)
+        ]
+        return self._with_prompts(start, records, rollouts.SCHEMA)
 
     def empty_table(self) -> pa.Table:
         """Return a table without rows."""
@@ -116,16 +107,16 @@ class Rows:
         schema = rollouts.OF_PICTURES if self.config.turns.max_images else rollouts.OF_TURNS
         if self.config.turns.max_audio:
             schema = rollouts.OF_CLIPS
-        names = [name for name in _OF_EPISODES if name in schema.names]
-        columns = {name: [record[name] for record in records] for name in names}
-        return self._with_prompts(start, columns, schema)
+        return self._with_prompts(start, records, schema)
 
-    def _with_prompts(self, start: int, columns: dict[str, list], schema: pa.Schema) -> pa.Table:
-        """Add the columns known without an answer to `columns` of the rows from `start` on."""
-        indices = range(start, start + len(columns["completion_ids"]))
+    def _with_prompts(
+        self, start: int, records: list[dict[str, Any]], schema: pa.Schema
+    ) -> pa.Table:
+        """Return the rows from `start` on, with the columns that are known without an answer."""
+        indices = range(start, start + len(records))
         prompts, samples = np.divmod(np.array(indices, np.int64), self.config.samples_per_prompt)
         temperatures = np.full(len(indices), self.config.sampling.temperature)
-        known_columns = {
+        columns = {
             "rollout_id": [self.rollout_id(index) for index in indices],
             "group_id": [self._groups[prompt] for prompt in prompts],
             "sample_index": pa.array(samples, pa.int32()),
@@ -133,4 +124,7 @@ class Rows:
             "temperature": pa.array(temperatures, pa.float32()),
             "seed": [self.seed(index) for index in indices],
         }
-        return pa.table({**known_columns, **columns}, schema=schema)
+        for name in schema.names:
+            if name not in columns:
+                columns[name] = [record[name] for record in records]
+        return pa.table(columns, schema=schema)

@@ -170,9 +170,7 @@ def _sample(
             rows=rows,
             texts=Texts.of(policy, setup.stop_ids),
             take_shard=shards.take,
-            engine_name=config.engine,
             ahead=getattr(engine, "ahead", 1),  # optional; see `Engine`
             vocabulary_size=checkpoints.vocabulary_size(policy),
-            max_tokens=config.sampling.max_tokens,
         )
         shards.make(engine, requests)

@@ -19,7 +19,6 @@ import pyarrow as pa
 
 from quiver.schemas import prompts
 from quiver.schemas.errors import ConfigError
-from quiver.schemas.fields import required
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.writer import Writer
@@ -77,10 +76,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     if any(line.columns for _, line in first.values()):
         table = to_table(source, ((place, line.columns) for place, line in first.values()))
         columns = table.combine_chunks().to_struct_array().combine_chunks()
-    index = prompts.BEYOND_TEXT.get_field_index("columns")
-    made = pa.Table.from_pylist(rows, prompts.BEYOND_TEXT.remove(index))
+    made = prompts.table_of(rows, columns)
     writer = writers["prompts"]
-    writer.write_table(made.add_column(index, required("columns", columns.type), columns))
+    writer.write_table(made)
     metrics = {}
     if made["messages"].null_count < len(made):
         chats = PromptConfig(source=source, messages="messages")

@@ -54,17 +54,15 @@ class Media:
         self._check = FileCheck(config.by_modality(self._processor.most_seconds))
         self.close = self._check.close
 
-    def of_cell(self, modality: str, name: str, cell: Any) -> list[File]:
-        """Return the files of row `name`; each is decoded once as a check. Raises ConfigError."""
-        files = read_cell(modality, name, cell, self._config)
-        for number, file in enumerate(files, 1):
-            place = f"{name}: {WORDS[modality]} {number}"
-            self._check.require(modality, place, file["bytes"])
-        return files
-
     def of_row(self, name: str, cells: Mapping[str, Any]) -> dict[str, list[File]]:
-        """Return the files in the cells of row `name`, by modality. Raises ConfigError."""
-        return {modality: self.of_cell(modality, name, cell) for modality, cell in cells.items()}
+        """Return the files in the cells of row `name`, by modality; each is decoded once as a
+        check. Raises ConfigError."""
+        files = {each: read_cell(each, name, cell, self._config) for each, cell in cells.items()}
+        for modality, of_modality in files.items():
+            for number, file in enumerate(of_modality, 1):
+                place = f"{name}: {WORDS[modality]} {number}"
+                self._check.require(modality, place, file["bytes"])
+        return files
 
     def expanded(self, name: str, ids: list[int], files: Mapping[str, list[File]]) -> File:
         """Return a prompt's columns with each medium's placeholder expanded. Raises ConfigError.

@@ -1,15 +1,13 @@
 """The opening messages of environments: each row's prompt includes its own, so a group shares it.
 
 config = identified(config)                            # at planning; runs no user code
-with open_environments(config) as environments:
-    openings = environments.openings(source, rows, group_ids)    # per row; empty without one
+with EnvironmentPool(config.turns) as pool:
+    openings = openings_of(config, pool, source, rows, group_ids)    # per row
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import pyarrow as pa
 
@@ -40,57 +38,42 @@ def identified(config: Config) -> Config:
     return config.model_copy(update={"turns": config.turns.with_fingerprint()})
 
 
-@contextmanager
-def open_environments(config: Config) -> Iterator[Environments]:
-    """Yield the environments of [generate.turns]; their openings are empty without it."""
-    if config.turns is None:
-        yield Environments(config, None)
-        return
-    with EnvironmentPool(config.turns) as pool:
-        yield Environments(config, pool)
+def openings_of(
+    config: Config,
+    pool: EnvironmentPool | None,
+    source: pa.Table,
+    rows: Sequence[int],
+    group_ids: Sequence[str],
+) -> list[list[Message]]:
+    """Begin and end the environment of each of the `rows` of `source`, and return its opening
+    messages; they are empty without a pool.
 
-
-class Environments:
-    """The environments of [generate.turns], begun and ended again."""
-
-    def __init__(self, config: Config, pool: EnvironmentPool | None) -> None:
-        self.tools: list[dict[str, Any]] = pool.loaded.tools if pool else []
-        """The tools that the environments offer."""
-        self._config = config
-        self._pool = pool
-
-    def openings(
-        self, source: pa.Table, rows: Sequence[int], group_ids: Sequence[str]
-    ) -> list[list[Message]]:
-        """Return the opening messages of each of the `rows` of `source`.
-
-        `group_ids` has the ids of all its rows. Raises ConfigError if an environment cannot
-        begin.
-        """
-        if self._pool is None:
-            return [[] for _ in rows]
-        openings: dict[int, list[Message]] = {}
-        for start in range(0, len(rows), _MOST_OPEN):
-            some_rows = rows[start : start + _MOST_OPEN]
-            chunk = source.take(pa.array(some_rows, pa.int64()))
-            columns = without_media(chunk, self._config).to_pylist()
-            row_of_key = {
-                self._pool.open(row_columns, environment_seed(group_ids[row])): row
-                for row, row_columns in zip(some_rows, columns, strict=True)
-            }
-            while row_of_key:
-                for reply in self._pool.replies(wait=None):
-                    row = row_of_key.pop(reply.key, None)
-                    if row is None:  # its environment has ended
-                        self._pool.forget(reply.key)
-                    elif reply.failure is not None:
-                        raise ConfigError(
-                            f"generate.turns {printable(', '.join(self._config.turns.sources))}",
-                            f"cannot begin with prompt {printable(group_ids[row])}: "
-                            f"{printable(reply.why)}",
-                            next="correct the environment, or the row",
-                        )
-                    else:
-                        openings[row] = reply.step.observation()
-                        self._pool.finish(reply.key)
-        return [openings[row] for row in rows]
+    `group_ids` has the ids of all its rows. Raises ConfigError if an environment cannot begin.
+    """
+    if pool is None:
+        return [[] for _ in rows]
+    openings: dict[int, list[Message]] = {}
+    for start in range(0, len(rows), _MOST_OPEN):
+        some_rows = rows[start : start + _MOST_OPEN]
+        chunk = source.take(pa.array(some_rows, pa.int64()))
+        columns = without_media(chunk, config).to_pylist()
+        row_of_key = {
+            pool.open(row_columns, environment_seed(group_ids[row])): row
+            for row, row_columns in zip(some_rows, columns, strict=True)
+        }
+        while row_of_key:
+            for reply in pool.replies(wait=None):
+                row = row_of_key.pop(reply.key, None)
+                if row is None:  # its environment has ended
+                    pool.forget(reply.key)
+                elif reply.failure is not None:
+                    raise ConfigError(
+                        f"generate.turns {printable(', '.join(config.turns.sources))}",
+                        f"cannot begin with prompt {printable(group_ids[row])}: "
+                        f"{printable(reply.why)}",
+                        next="correct the environment, or the row",
+                    )
+                else:
+                    openings[row] = reply.step.observation()
+                    pool.finish(reply.key)
+    return [openings[row] for row in rows]

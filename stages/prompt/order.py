@@ -109,7 +109,7 @@ def choose_rows(
     """
     num_rows = len(group_ids)
     curriculum = config.curriculum
-    if curriculum is None or config.limit is None:
+    if curriculum is None:
         chosen = choose(num_rows, config.limit, config.seed, config.round)
         return chosen[: config.first], {}
     measured: dict[str, tuple[str, int]] = {}

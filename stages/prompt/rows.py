@@ -16,7 +16,6 @@ import pyarrow as pa
 from quiver.schemas import outside, prompts
 from quiver.schemas.cells import without_nulls
 from quiver.schemas.errors import ConfigError, printable, quoted_name
-from quiver.schemas.fields import required
 from quiver.schemas.outside import Message
 from quiver.stages.core.file_rows import parse_line
 from quiver.stages.core.store import Version
@@ -36,7 +35,7 @@ from quiver.stages.model.chat.messages import (
     take_texts,
     texts_of,
 )
-from quiver.stages.model.chat.template import Template
+from quiver.stages.model.chat.template import Template, first_variables
 from quiver.stages.model.media.processor import token_ids
 from quiver.stages.turns.environment import files_in, without_files
 
@@ -293,13 +292,8 @@ class Renderer:
                     next="set prompt.template to a jinja file, or data.raw_text = true",
                 ) from None
         if jinja not in self._templates:
-            variables = {
-                "documents": None,
-                "add_generation_prompt": True,
-                **self._tokenizer.special_tokens_map,
-                **self.config.template_arguments,
-                "tools": None,  # may hold a server's texts: each prompt passes them guarded
-            }
+            variables = first_variables(self._tokenizer, self.config.template_arguments)
+            variables["tools"] = None  # may hold a server's texts: each prompt passes them guarded
             seconds = self.config.template_seconds
             self._templates[jinja] = Template(jinja, variables, seconds, self._title)
         return self._templates[jinja]
@@ -530,10 +524,7 @@ def render_rows(
     is_more = config.turns is not None or config.media or has_tools
     if is_more or renderer.has_more_members:
         kind_schema = prompts.BEYOND_TEXT
-    place = kind_schema.get_field_index("columns")
-    field = required("columns", struct.type)
-    prompts_table = pa.Table.from_pylist(rendered, kind_schema.remove(place))
-    return prompts_table.add_column(place, field, struct)
+    return prompts.table_of(rendered, struct, kind_schema)
 
 
 def _require_input(config: Config, name: str, cell: Any) -> None:

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from quiver.schemas import prompts as prompts_kind
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.manifest import digest
 from quiver.stages.core.run.stage import Plan, Refs
@@ -26,11 +26,12 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer, shard_rows
 from quiver.stages.model import checkpoints
 from quiver.stages.model.chat.template import read_template
+from quiver.stages.turns.pool import EnvironmentPool
 
 from . import sources
 from .chats import warn_unused
 from .config import Config
-from .openings import identified, open_environments
+from .openings import identified, openings_of
 from .order import choose_rows, name_rows, open_rewards
 
 STAGE_VERSION = 1
@@ -105,12 +106,12 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     template = read_template(config.template, "prompt.template", plan.models[0].template)
     with (
         writer.phase("render"),
-        open_environments(config) as environments,
-        closing(Renderer(config, policy, template, environments.tools)) as renderer,
+        EnvironmentPool(config.turns) if config.turns else nullcontext() as pool,
+        closing(Renderer(config, policy, template, pool and pool.loaded.tools)) as renderer,
     ):
         for index in writer.take_shards(len(shards)):
             rows = shards[index]
-            openings = environments.openings(source.table, rows, group_ids)
+            openings = openings_of(config, pool, source.table, rows, group_ids)
             shard = render_rows(source.table, rows, group_ids, renderer, openings, chosen)
             writer.write(index, shard)
             log.info("prompts: shard %d of %d", index + 1, len(shards))
@@ -126,13 +127,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             next="raise prompt.max_prompt_tokens, lower prompt.reserve_tokens, or take a model "
             "with a longer context",
         )
-    lengths = pc.list_value_length(prompts["prompt_ids"])
     writer.finish(
         metrics={
-            "prompt_tokens": {
-                **pc.min_max(lengths).as_py(),
-                "mean": pc.mean(lengths).as_py(),
-            },
+            "prompt_tokens": prompts_kind.token_counts([prompts]),
             "source_rows": source.table.num_rows,
             "dropped_group_ids": dropped[:_MOST_LISTED],
             **of_assistant,

@@ -87,9 +87,7 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float | None:
     y = b[in_both].astype(np.float64)
     if len(x) < 2 or x.min() == x.max() or y.min() == y.max():
         return None
-    x = x - x.mean()
-    y = y - y.mean()
-    return float(np.clip((x / np.linalg.norm(x)) @ (y / np.linalg.norm(y)), -1, 1))
+    return float(np.corrcoef(x, y)[0, 1])
 
 
 def describe(column: np.ndarray, null: int) -> dict[str, float | None]:

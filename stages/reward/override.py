@@ -24,6 +24,7 @@ import pyarrow.compute as pc
 from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, LineageError, printable, reason
+from quiver.schemas.outside import LARGEST
 from quiver.schemas.plain import read_json
 from quiver.stages.core import config as common
 from quiver.stages.core.files import read_file
@@ -32,7 +33,6 @@ from quiver.stages.core.store import Store
 from quiver.stages.core.store.writer import Writer
 
 from .measures import summary
-from .scoring import LARGEST
 from .turns import with_rest
 
 STAGE_VERSION = 1
@@ -102,14 +102,9 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     values = [config.overrides.get(row["rollout_id"], row["reward"]) for row in rows]
     columns = {"reward": values}
     if "turn_rewards" in table.column_names:
-        turns = plan.inputs["rollouts"].table(["rollout_id", "turns"])
-        num_turns = dict(
-            zip(
-                turns["rollout_id"].to_pylist(),
-                pc.list_value_length(turns["turns"]).to_pylist(),
-                strict=True,
-            )
-        )
+        rollouts = plan.inputs["rollouts"].table(["rollout_id", "turns"])
+        lengths = pc.list_value_length(rollouts["turns"]).to_pylist()
+        num_turns = dict(zip(rollouts["rollout_id"].to_pylist(), lengths, strict=True))
         earned = table["turn_rewards"].to_pylist()
         for place, row in enumerate(rows):
             name = row["rollout_id"]

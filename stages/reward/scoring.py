@@ -34,7 +34,6 @@ OF_TURNS = ("turns", "transcript", "end_reason")
 """Names that a function may also ask for if the rollouts have turns."""
 OVERLONG = "overlong"
 """The penalty's column in `parts`."""
-LARGEST = 3.4028234663852886e38  # largest finite float32
 EXTRA_BYTES = 10_000
 """Most bytes kept of the data beside a number."""
 Batch = Mapping[str, list[Any]]

@@ -27,6 +27,7 @@ from quiver.schemas import rewards
 from quiver.schemas.errors import ConfigError, LineageError, RewardError, printable
 from quiver.schemas.rewards import names_of
 from quiver.stages.core.config import parse
+from quiver.stages.core.lineage import prompt_rows
 from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Version
 from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer, shard_rows
@@ -56,7 +57,7 @@ class Shards:
         self._prompts_config = plan.inputs["prompts"].manifest.config
         self._columns = [field.name for field in self._prompts.schema.field("columns").type]
         """The user's columns."""
-        self._prompt_rows = tables.join(self._rollouts, self._prompts)
+        self._prompt_rows = prompt_rows(self._rollouts, self._prompts)
         earlier = plan.inputs["retry"].table() if "retry" in plan.inputs else None
         earlier_extras = [] if earlier is None else names_of(earlier, "extra")
         self._extras = [

@@ -16,8 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas import rewards
-from quiver.schemas.errors import LineageError, NumericError, printable
+from quiver.schemas.errors import NumericError
+from quiver.schemas.outside import LARGEST
 from quiver.schemas.prompts import MEDIA, most_media
+from quiver.stages.core.lineage import prompt_rows
 from quiver.stages.core.store import Version
 from quiver.stages.model.chat.messages import read_messages
 from quiver.stages.turns.statistics import FAILURES
@@ -25,22 +27,7 @@ from quiver.stages.turns.statistics import FAILURES
 from . import media, turns
 from .config import Config
 from .functions import overlong_penalty
-from .scoring import LARGEST, OVERLONG, Batch, Part
-
-
-def join(rollouts: pa.Table, prompts: pa.Table) -> pa.Array:
-    """Return for each rollout the row of its prompt. Raises LineageError if a group has no
-    prompt."""
-    groups = rollouts.column("group_id").combine_chunks()
-    order = pc.index_in(groups, value_set=prompts.column("group_id").combine_chunks())
-    if order.null_count:
-        unknown = groups.filter(pc.is_null(order))[0].as_py()
-        raise LineageError(
-            f"group {printable(unknown)}",
-            "has rollouts but no prompt",
-            next="generate rollouts of these prompts",
-        )
-    return order
+from .scoring import OVERLONG, Batch, Part
 
 
 class Lists(Mapping[str, list[Any]]):
@@ -146,7 +133,7 @@ class Groups:
         rollouts = rollouts.filter(pc.is_in(rollouts["group_id"], named))
         sizes = pc.value_counts(rollouts["group_id"]).field("counts").to_pylist()
         rows = pc.index_in(asked, rollouts["rollout_id"].combine_chunks()).to_pylist()
-        batch = offered(rollouts, prompts.take(join(rollouts, prompts)))
+        batch = offered(rollouts, prompts.take(prompt_rows(rollouts, prompts)))
         return Whole(batch, sizes, rows)
 
 

@@ -50,7 +50,7 @@ from quiver.stages.turns.environment import (
     waited,
 )
 from quiver.stages.turns.environment_config import ENVIRONMENTS, TOOLS
-from quiver.stages.turns.tool_schemas import PYTHON_TOOL, ToolSchema, schema_of, tool_methods
+from quiver.stages.turns.tool_schemas import ToolSchema, schema_of, tool_methods
 
 Functions = dict[str, Callable[..., Any]]
 """Tools by name."""
@@ -196,22 +196,24 @@ def _of_tools(sources: list[str]) -> Factory:
     functions: Functions = {}
     hashes = []
     for source in sources:
-        before, _, name = source.partition(":")
+        before, _, behind = source.partition(":")
         if before in TOOLS:
-            new_schemas, new_functions = pkgutil.resolve_name(TOOLS[before])(name)
+            tools = pkgutil.resolve_name(TOOLS[before])(behind)
         else:
             function, sha256 = plugins.load(source, "generate.turns.tools")
-            new_schemas = [schema_of(function, source)]
-            new_functions = {new_schemas[0]["function"]["name"]: function}
+            tools = [function]
             hashes.append(sha256)
-        for tool in sorted(functions.keys() & new_functions):
-            raise ConfigError(
-                f"generate.turns.tools {printable(source)}",
-                f"there are two tools with the name {printable(tool)}",
-                next="rename one of them",
-            )
-        schemas += new_schemas
-        functions |= new_functions
+        for tool in tools:
+            schema = schema_of(tool, source)
+            name = schema["function"]["name"]
+            if name in functions:
+                raise ConfigError(
+                    f"generate.turns.tools {printable(source)}",
+                    f"there are two tools with the name {printable(name)}",
+                    next="rename one of them",
+                )
+            schemas.append(schema)
+            functions[name] = tool
     fingerprint = "".join(dict.fromkeys(hashes))
     return Factory(lambda: ObjectEnvironment(None, functions), schemas, True, fingerprint)
 
@@ -236,10 +238,10 @@ def open_gymnasium(name: str, arguments: dict[str, Any]) -> Factory:
     return Factory(lambda: GymEnvironment(gymnasium.make(name, **arguments)), [], False)
 
 
-def open_python(name: str) -> tuple[list[ToolSchema], Functions]:
+def open_python(behind: str) -> list[Callable[..., Any]]:
     """Return the tool `python`. Raises SecurityError if no sandbox is permitted."""
     sandbox.check("full", "")
-    return [schema_of(python, PYTHON_TOOL)], {PYTHON_TOOL: python}
+    return [python]
 
 
 def python(code: str) -> str:

@@ -18,11 +18,10 @@ import pyarrow.compute as pc
 from pydantic import Field
 
 from quiver.schemas import prompts as prompts_kind
-from quiver.schemas.errors import ConfigError, LineageError, SchemaError, printable
-from quiver.schemas.fields import required
+from quiver.schemas.errors import ConfigError, SchemaError, printable
 from quiver.schemas.rollouts import SCHEMAS
 from quiver.stages.core import config as common
-from quiver.stages.core.lineage import open_input
+from quiver.stages.core.lineage import open_input, prompt_rows
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.writer import ROWS_PER_SHARD, Writer
@@ -113,19 +112,14 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             next=f"name turn {most - 1} or an earlier one" if most > 1 else "sample the prompts",
         )
     branches = _Branches(plan, turn)
-    lengths: list[int] = []
-    for index in writer.take_shards(-(-len(longer) // ROWS_PER_SHARD)):
+    num_shards = -(-len(longer) // ROWS_PER_SHARD)
+    for index in writer.take_shards(num_shards):
         writer.write(index, branches.table(longer.slice(index * ROWS_PER_SHARD, ROWS_PER_SHARD)))
-        lengths += pc.list_value_length(writer.read(index)["prompt_ids"]).to_pylist()
     prompts = plan.inputs.get("prompts")
     saved = prompts.manifest.metrics if prompts else {}
     writer.finish(
         metrics={
-            "prompt_tokens": {
-                "min": min(lengths, default=0),
-                "max": max(lengths, default=0),
-                "mean": sum(lengths) / max(len(lengths), 1),
-            },
+            "prompt_tokens": prompts_kind.token_counts(map(writer.read, range(num_shards))),
             "source_rows": len(table),
             **{name: saved[name] for name in _TOLD if name in saved},
         },
@@ -143,28 +137,21 @@ class _Branches:
         self._tokenizer = checkpoints.load_tokenizer(policy).backend_tokenizer
         self._before_calls = text_before_calls(plan.store, plan.inputs["rollouts"])
         self._prompts: pa.Table | None = None
-        self._places: dict[str, int] = {}
         if "prompts" in plan.inputs:
             self._prompts = plan.inputs["prompts"].table()
-            groups = self._prompts["group_id"].to_pylist()
-            self._places = {group: place for place, group in enumerate(groups)}
 
     def table(self, rollouts: pa.Table) -> pa.Table:
         """Return prompts/2 of these episodes; each must have the turn."""
         rows = []
         columns = []
-        for row in rollouts.to_pylist():
-            group = row["group_id"]
-            prompt: dict[str, Any] = dict.fromkeys(("messages", "columns", *_BESIDE))
-            if self._prompts is not None and group not in self._places:
-                raise LineageError(
-                    self._name,
-                    f"its prompts have no {printable(group)}",
-                    next=f"quiver verify {self._name}",
-                )
-            if self._prompts is not None:
-                prompt |= self._prompts.slice(self._places[group], 1).to_pylist()[0]
-            beginning = beginning_of(group, prompt["columns"] or {})
+        asked = None
+        prompts = [{}] * len(rollouts)
+        if self._prompts is not None:
+            asked = self._prompts.take(prompt_rows(rollouts, self._prompts))
+            prompts = asked.to_pylist()
+        for row, saved in zip(rollouts.to_pylist(), prompts, strict=True):
+            prompt = {**dict.fromkeys(("messages", "columns", *_BESIDE)), **saved}
+            beginning = beginning_of(row["group_id"], prompt["columns"] or {})
             before = row["turns"][: self._turn]
             answered = turns_answered(row["rollout_id"], before, None, self._before_calls)
             is_rewritten = any(turn["restart_ids"] for turn in row["turns"][: self._turn + 1])
@@ -178,8 +165,8 @@ class _Branches:
             played = [
                 *beginning.turns,
                 *(
-                    Played(turn, saved["observation"], cut_of(saved), saved["reward"])
-                    for turn, saved in zip(answered, before, strict=True)
+                    Played(turn, record["observation"], cut_of(record), record["reward"])
+                    for turn, record in zip(answered, before, strict=True)
                     if turn is not None
                 ),
             ]
@@ -197,11 +184,7 @@ class _Branches:
         texts = self._tokenizer.decode_batch(all_ids, skip_special_tokens=False)
         for row, text in zip(rows, texts, strict=True):
             row["prompt_text"] = text
-        struct = self._columns(rollouts["group_id"].to_pylist(), columns)
-        place = prompts_kind.BEYOND_TEXT.get_field_index("columns")
-        schema = prompts_kind.BEYOND_TEXT.remove(place)
-        table = pa.Table.from_pylist(rows, schema)
-        return table.add_column(place, required("columns", struct.type), struct)
+        return prompts_kind.table_of(rows, _columns(asked, columns))
 
     def _messages(
         self, name: str, chat: list[Message] | None, turns: Sequence[dict[str, Any]]
@@ -215,19 +198,19 @@ class _Branches:
             messages += [message, *answers]
         return messages
 
-    def _columns(self, groups: list[str], played: list[tuple[str, str]]) -> pa.StructArray:
-        """Return the prompts' own columns, with the turns played before the cut."""
-        columns: dict[str, tuple[pa.Field, pa.Array]] = {}
-        if self._prompts is not None:
-            places = pa.array([self._places[group] for group in groups], pa.int64())
-            struct = self._prompts["columns"].take(places).combine_chunks()
-            for field, column in zip(struct.type, struct.flatten(), strict=True):
-                columns[field.name] = (field, column)
-        names = (prompts_kind.PLAYED_TURNS, prompts_kind.PLAYED_GROUP)
-        for name, texts in zip(names, zip(*played, strict=True), strict=True):
-            columns[name] = (pa.field(name, pa.string()), pa.array(texts, pa.string()))
-        fields, arrays = zip(*columns.values(), strict=True)
-        return pa.StructArray.from_arrays(arrays, fields=fields)
+
+def _columns(prompts: pa.Table | None, played: list[tuple[str, str]]) -> pa.StructArray:
+    """Return the prompts' own columns, with the turns played before the cut."""
+    columns: dict[str, tuple[pa.Field, pa.Array]] = {}
+    if prompts is not None:
+        struct = prompts["columns"].combine_chunks()
+        for field, column in zip(struct.type, struct.flatten(), strict=True):
+            columns[field.name] = (field, column)
+    names = (prompts_kind.PLAYED_TURNS, prompts_kind.PLAYED_GROUP)
+    for name, texts in zip(names, zip(*played, strict=True), strict=True):
+        columns[name] = (pa.field(name, pa.string()), pa.array(texts, pa.string()))
+    fields, arrays = zip(*columns.values(), strict=True)
+    return pa.StructArray.from_arrays(arrays, fields=fields)
 
 
 def _shown(prompt: dict[str, Any], row: dict[str, Any], turn: int) -> dict[str, Any]:

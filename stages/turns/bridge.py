@@ -18,6 +18,7 @@ from __future__ import annotations
 import bisect
 import json
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable
@@ -144,22 +145,12 @@ class Bridge:
 
         `has_end` is true if the turn's last id is an end. Raises SecurityError, which names `name`.
         """
-        messages = [self._as_written(message) for message in messages]
-        structure, texts = take_texts(messages, self._variables)
         # If the template writes no end, put one first while encoding: a tokenizer may treat the
         # first word of a text differently.
         lead = "" if self._writes_end else self._end_token
-
-        def render(texts: list[str]) -> str:
-            chat, variables = put_texts(structure, iter(texts))
-            return lead + self._behind_turn(name, chat, **variables)
-
-        key = ("observation", json.dumps(structure))
-        rendering = self._guard.encode(name, key, texts, render, is_whole=False)
-        text = rendering.text.removeprefix(lead)
-        if has_end or lead:
-            return Rendering(text, rendering.ids[1:])
-        return Rendering(text, rendering.ids)
+        rendering = self._encode(name, messages, self._behind_turn, lead, is_whole=False)
+        ids = rendering.ids[1:] if has_end or lead else rendering.ids
+        return Rendering(rendering.text.removeprefix(lead), ids)
 
     def writes(self, role: str) -> bool:
         """Return True if the template writes messages of that role completely after a turn."""
@@ -184,24 +175,21 @@ class Bridge:
         deadline = time.monotonic() + seconds
         if len(messages) > most:  # each takes at least one id
             return None
-        best = None
-        shortest = 0
         longest = longest_content(messages, most)
         if not cut_to(messages, longest)[1]:
             whole = self._fitting(name, messages, 0, has_end=has_end)
             if len(whole.rendering.ids) <= most:
                 return whole
-        while shortest < longest:  # binary search for the longest content that fits
+        tried: dict[int, Fitting] = {}
+
+        def is_too_long(length: int) -> bool:
             if time.monotonic() > deadline:
                 raise TimeoutError
-            middle = (shortest + longest) // 2
-            cut = self._fitting(name, *cut_to(messages, middle), has_end=has_end)
-            if len(cut.rendering.ids) <= most:
-                best = cut
-                shortest = middle + 1
-            else:
-                longest = middle
-        return best
+            tried[length] = self._fitting(name, *cut_to(messages, length), has_end=has_end)
+            return len(tried[length].rendering.ids) > most
+
+        length = bisect.bisect_left(range(longest), True, key=is_too_long)
+        return tried.get(length - 1)  # the longest content that fits
 
     def _fitting(
         self, name: str, messages: list[Message], num_cut: int, *, has_end: bool
@@ -236,16 +224,28 @@ class Bridge:
     def restart(self, name: str, messages: list[Message]) -> Rendering:
         """Return a whole conversation as the template writes it, with the next generation
         prompt."""
+        return self._encode(name, messages, self._render)
+
+    def _encode(
+        self,
+        name: str,
+        messages: list[Message],
+        write: Callable[..., str],
+        lead: str = "",
+        *,
+        is_whole: bool = True,
+    ) -> Rendering:
+        """Return text and ids of the messages, which `write` renders, after `lead`."""
         messages = [self._as_written(message) for message in messages]
         structure, texts = take_texts(messages, self._variables)
 
         def render(texts: list[str]) -> str:
             chat, variables = put_texts(structure, iter(texts))
-            return self._render(name, chat, **variables)
+            return lead + write(name, chat, **variables)
 
-        key = ("restart", json.dumps(structure))
+        key = (write.__name__, json.dumps(structure))
         trusted = texts_of(messages, is_assistants)
-        return self._guard.encode(name, key, texts, render, trusted=trusted)
+        return self._guard.encode(name, key, texts, render, trusted=trusted, is_whole=is_whole)
 
     def measure(self) -> list[History]:
         """Return how the template treats earlier turns, for each role that may follow one.

@@ -20,7 +20,7 @@ name, and a server that speaks OpenEnv, by its URL. Each opens as
 `function(text after the colon, arguments) -> Factory`."""
 TOOLS = {"python": f"{_HERE}.adapters:open_python", "mcp": f"{_HERE}.servers:open_mcp"}
 """Tools likewise: programs in the sandbox, and the tools of an MCP server, by the command that
-starts it. Each opens as `function(text after the colon) -> (schemas, functions by name)`."""
+starts it. Each opens as `function(text after the colon) -> functions`."""
 
 
 class OwnCode(NamedTuple):

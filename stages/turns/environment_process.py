@@ -1,7 +1,7 @@
 """Serves environments in a `UserProcess`; these are its requests and answers (see `answering`).
 
     {"load": {environment, tools, arguments}}
-                                    → {"tools": […], "answers": …, "fingerprint": …, "error"}
+                                    → {"tools": […], "answers": …, "fingerprint": …, "error": null}
     {"key": …, "verb": "open", "row": pickled, "seed": …}
                                     → {"step": {…}, "error": null}   the opening messages
     {"key": …, "verb": "step", "turn": {text, calls}}
@@ -20,6 +20,12 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
+
+from quiver.schemas.errors import printable
+from quiver.stages.core.run.answering import no_copies
+from quiver.stages.core.run.user_process import refusal
+from quiver.stages.turns.adapters import open_source
+from quiver.stages.turns.environment import Call, Turn
 
 
 class Answerer:
@@ -40,41 +46,26 @@ class Answerer:
 
     def load(self, environment: str, tools: list[str], arguments: dict[str, Any]) -> dict:
         """Load the code that makes environments, and return its tools or the error."""
-        from quiver.schemas.errors import ConfigError, QuiverError, printable
-        from quiver.stages.turns.adapters import open_source
-
         try:
             self._factory = open_source(environment, tools, arguments)
             return {**self._factory._asdict(), "make": None, "error": None}
-        except QuiverError as error:
-            refusal = error
         except BaseException as error:  # user code may raise SystemExit too
-            refusal = ConfigError(
-                f"generate.turns {printable(environment or ', '.join(tools))}",
-                f"cannot be loaded: {type(error).__name__}: {printable(error)}",
-                next="see what importing it does",
-            )
-        return {"tools": [], "answers": False, "fingerprint": "", "error": refusal.to_dict()}
+            title = f"generate.turns {printable(environment or ', '.join(tools))}"
+            return {"error": refusal(error, title, "generate.turns.max_memory_gib")}
 
     def _guarded(self, act: Any, key: int, **arguments: Any) -> dict[str, Any]:
         """Return the answer of `act`, or the error that the environment's own code raised."""
-        from quiver.schemas.errors import printable
-        from quiver.stages.core.run.answering import no_copies
-
-        environment = None
         try:
             with no_copies(), self._randomness(key):
                 return {**act(key, **arguments), "error": None}
         except BaseException as error:
-            environment = self._environments.pop(key, None)
             try:
                 text = printable(f"{type(error).__name__}: {error}", 1000)
             except BaseException:  # converting the error to text may raise too
                 text = type(error).__name__
+            if key in self._environments:
+                _close(self._environments.pop(key))
             return {"step": None, "error": text}
-        finally:
-            if environment is not None:
-                _close(environment)
 
     def open(self, key: int, row: bytes, seed: int) -> dict[str, Any]:
         """Make an environment and reset it for its row."""
@@ -87,8 +78,6 @@ class Answerer:
 
     def step(self, key: int, turn: dict[str, Any]) -> dict[str, Any]:
         """Return an environment's answer to a turn."""
-        from quiver.stages.turns.environment import Call, Turn
-
         calls = tuple(Call(*call) for call in turn["calls"])
         return {"step": self._environments[key].step(Turn(turn["text"], calls))._asdict()}
 

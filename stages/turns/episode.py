@@ -131,7 +131,7 @@ class Episode:
         setting: Setting,
         name: str,
         prompt_ids: Sequence[int],
-        messages: list[Message] | None = None,
+        messages: list[Message],
     ) -> None:
         """Begin an episode.
 
@@ -139,7 +139,7 @@ class Episode:
             setting: Shared by the episodes of a stage.
             name: The episode's name in errors.
             prompt_ids: [P] ids of the prompt.
-            messages: The prompt's; needed if a rewriting template restarts the sequence.
+            messages: The prompt's, from which a rewriting template restarts the sequence.
         """
         self.setting = setting
         self.name = name
@@ -207,8 +207,7 @@ class Episode:
         if parsed.calls:
             record.tool_calls = json.dumps([call._asdict() for call in parsed.calls])
         record.parse_error = parsed.error
-        if self._messages is not None:
-            self._messages = [*self._messages, turn_message(parsed, setting.bridge.gap)]
+        self._messages = [*self._messages, turn_message(parsed, setting.bridge.gap)]
         if finish_reason == "abort":
             self.failed("environment_error", _UNTOLD)
         elif finish_reason == "length":
@@ -306,13 +305,6 @@ class Episode:
         is_rewritten = self.setting.rewrites(
             messages[0]["role"] if messages else "user", self._thinks
         )
-        if is_rewritten and self._messages is None:
-            raise ConfigError(
-                self.name,
-                'generate.turns.rewritten = "restart" needs the messages of the prompt, which has '
-                "none",
-                next='give prompts as messages, or set generate.turns.rewritten = "append"',
-            )
         restart = None
         try:
             fitting = self._fitting(messages)
@@ -341,8 +333,7 @@ class Episode:
         else:
             self._restart_ids = restart.ids
         self._ids = list(ids)  # copied, because it grows
-        if self._messages is not None:
-            self._messages = [*self._messages, *fitting.messages]
+        self._messages = [*self._messages, *fitting.messages]
         self.state = "sample"
         return None
 

@@ -25,18 +25,16 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, field_validator
+from pydantic import BaseModel, Field, field_validator
 
-from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, from_dict, printable
-from quiver.stages.core.run.user_process import Ended, Killed, Late, UserProcess, share_of_memory
+from quiver.schemas.errors import QuiverError, ResourceError, printable
+from quiver.stages.core.run import user_process
+from quiver.stages.core.run.user_process import Ended, Killed, Late, UserProcess, memory_of_each
 from quiver.stages.turns import environment_process
 from quiver.stages.turns.environment import Row, Step, Turn
 from quiver.stages.turns.environment_config import EnvironmentConfig
 from quiver.stages.turns.tool_schemas import ToolSchema
 
-LOAD_SECONDS = 120.0
-LOAD_ATTEMPTS = 3
-"""Processes that may be killed by a signal, one after another, while loading the user's code."""
 _ATTEMPTS = 2
 """Workers that may end, one after another, while answering one request."""
 Failure = Literal["timeout", "environment_error"]
@@ -56,13 +54,11 @@ class Reply(NamedTuple):
     why: str = ""
 
 
-class Loaded(BaseModel):
+class Loaded(user_process.Loaded):
     """A process's answer to loading the environment's code."""
 
-    tools: list[ToolSchema]
-    answers: bool
-    fingerprint: str
-    error: dict[str, str] | None
+    tools: list[ToolSchema] = Field(default_factory=list)
+    answers: bool = False
 
 
 class _Answer(BaseModel):
@@ -122,9 +118,7 @@ class EnvironmentPool:
         """
         self.config = config
         num_processes = config.processes or len(os.sched_getaffinity(0))
-        self._memory_bytes = share_of_memory(num_processes)
-        if config.max_memory_gib is not None:
-            self._memory_bytes = int(config.max_memory_gib * 2**30)
+        self._memory_bytes = memory_of_each(num_processes, config.max_memory_gib)
         self._replies = queue.SimpleQueue[Reply | QuiverError]()
         self._records: dict[int, _Record] = {}
         self._num_opened = 0
@@ -234,53 +228,32 @@ class _Slot:
 
         Raises:
             ConfigError: The code cannot be loaded, or its fingerprint changed.
-            ResourceError: A signal ended the process LOAD_ATTEMPTS times, or the pool is closed.
+            ResourceError: Signals ended several processes, or the pool is closed.
         """
         config = self._pool.config
         name = f"generate.turns {printable(', '.join(config.sources))}"
-        request = {
-            "load": {
-                "environment": config.environment,
-                "tools": list(config.tools),
-                "arguments": config.arguments,
-            },
-        }
-        for attempt in range(1, LOAD_ATTEMPTS + 1):
+        options = config.model_dump(include={"environment", "tools", "arguments"})
+        attempt = 0
+        while True:
+            attempt += 1
             with self._lock:
                 if self._is_closing:
                     raise ResourceError(name, "its workers were closed", next="run again")
-                self._process = self._pool.new_process()
+                process = self._process = self._pool.new_process()
             self._process_number += 1
             try:
-                loaded = self._process.ask(request, LOAD_SECONDS, Loaded)
-                break
-            except (Late, Ended) as error:
-                self._log_printed()
+                return process.load(
+                    options,
+                    Loaded,
+                    title=name,
+                    expected=config.fingerprint,
+                    attempt=attempt,
+                )
+            except (Killed, QuiverError) as error:
+                process.log_printed(log, "environment")
                 self._lose_process()
-                how = f"took longer than {LOAD_SECONDS:g} s"
-                if isinstance(error, Ended):
-                    how = f"ended its process {error}"
-                if not isinstance(error, Killed):
-                    raise ConfigError(
-                        name, f"importing it {how}", next="see what importing it does"
-                    ) from None
-                if attempt == LOAD_ATTEMPTS:
-                    raise ResourceError(
-                        name,
-                        f"importing it {how}, {attempt} times in a row",
-                        next="lower generate.turns.processes, then run again",
-                    ) from None
-        if loaded.error:
-            raise from_dict(loaded.error)
-        if config.fingerprint not in ("", loaded.fingerprint):
-            raise ConfigError(
-                name,
-                f"its file changed meanwhile: fingerprint expected {config.fingerprint}, found "
-                f"{loaded.fingerprint}",
-                state="finished shards are kept.",
-                next="run again",
-            )
-        return loaded
+                if isinstance(error, QuiverError):
+                    raise
 
     def close(self) -> None:
         """Kill the process and join the thread."""
@@ -330,7 +303,7 @@ class _Slot:
                 return Reply(record.key, Step(), seconds, "timeout", is_late)
             except Ended as error:
                 if attempt == _ATTEMPTS:
-                    why = f"its process ended {error}, {attempt} times"
+                    why = f"its process {error}, {attempt} times"
                     seconds = time.monotonic() - started
                     return Reply(record.key, Step(), seconds, "environment_error", why)
         seconds = time.monotonic() - started
@@ -378,18 +351,17 @@ class _Slot:
         elif job.turn is not None:
             calls = [tuple(call) for call in job.turn.calls]
             request["turn"] = {"text": job.turn.text, "calls": calls}
+        process = self._process
         try:
-            answer = self._process.ask(request, seconds, _Answer)
+            answer = process.ask(request, seconds, _Answer)
             if (answer.step is None) == (answer.error is None):
-                raise Ended("after an answer that cannot be read")
+                raise Ended("ended after an answer that cannot be read")
             return answer
         except (Late, Ended):
-            self._log_printed()
             self._lose_process()
             raise
         finally:
-            if self._process is not None:
-                self._log_printed()
+            process.log_printed(log, "environment")
 
     def _lose_process(self) -> None:
         with self._lock:  # `close` may kill the process from another thread
@@ -397,8 +369,3 @@ class _Slot:
             self._process = None
         if lost_process is not None:
             lost_process.end()
-
-    def _log_printed(self) -> None:
-        for line in self._process.printed().splitlines():
-            if line.strip():
-                log.info("environment: %s", printable(line, 1000))

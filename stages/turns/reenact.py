@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from quiver.schemas.errors import LineageError, printable
 from quiver.stages.core.config import parse
-from quiver.stages.core.lineage import open_input
+from quiver.stages.core.lineage import open_input, prompt_rows
 from quiver.stages.core.store import Store, Version
 from quiver.stages.turns.config import Turns
 from quiver.stages.turns.environment import Message, Turn, for_people, without_files
@@ -179,11 +179,11 @@ def _saved_episodes(
     Raises LineageError if a prompt is missing, and SchemaError if calls cannot be read.
     """
     asked = prompts.table(["group_id", "messages", "columns"])
-    places = {group: place for place, group in enumerate(asked["group_id"].to_pylist())}
     before_calls = text_before_calls(store, rollouts)
     columns = ["rollout_id", "group_id", "turns", "end_reason"]
     table = rollouts.table(columns)
-    for number in range(len(table)):
+    places = prompt_rows(table, asked).to_pylist()
+    for number, place in enumerate(places):
         (row,) = table.slice(number, 1).to_pylist()
         rollout_id, group, turns, end_reason = (row[name] for name in columns)
         if report.episodes == rows:
@@ -193,13 +193,7 @@ def _saved_episodes(
             continue
         report.episodes += 1
         report.turns += len(turns)
-        if group not in places:
-            raise LineageError(
-                str(rollouts.ref),
-                f"{prompts.ref} has no prompt {printable(group)}",
-                next=f"quiver verify {rollouts.ref}",
-            )
-        (prompt,) = asked.slice(places[group], 1).to_pylist()
+        (prompt,) = asked.slice(place, 1).to_pylist()
         answered = turns_answered(rollout_id, turns, end_reason, before_calls)
         yield _Saved(
             rollout_id,

@@ -43,7 +43,6 @@ from quiver.stages.turns.environment import (
     read_step,
     read_text,
 )
-from quiver.stages.turns.tool_schemas import ToolSchema, schema_of
 
 _BESIDE = ("reward", "done", "metadata")
 _LONGEST_SECONDS = 24 * 3600.0  # never reached: the step's own limit ends this process earlier
@@ -208,10 +207,10 @@ class McpServer:
             self._client.set_exception(error)
 
 
-def open_mcp(command: str) -> tuple[list[ToolSchema], dict[str, Callable[..., Any]]]:
-    """Return schemas and functions of the server that a command starts. Raises ConfigError."""
+def open_mcp(command: str) -> list[Callable[..., Any]]:
+    """Return the tools of the server that a command starts. Raises ConfigError."""
     server = McpServer(command)
-    tools: dict[str, Callable[..., Any]] = {}
+    functions = []
     for tool in server.tools:
         function = partial(server.call, tool.name)
         function.schema = {
@@ -219,5 +218,5 @@ def open_mcp(command: str) -> tuple[list[ToolSchema], dict[str, Callable[..., An
             "description": tool.description or "",
             "parameters": tool.input_schema,
         }
-        tools[tool.name] = function
-    return [schema_of(function, f"mcp:{command}") for function in tools.values()], tools
+        functions.append(function)
+    return functions

@@ -125,10 +125,6 @@ class Trajectory(_Part):
                 f"logprobs has {len(self.logprobs)} items, completion_ids has "
                 f"{len(self.completion_ids)}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _paid_fits(self) -> Trajectory:
         if self.paid is not None and len(self.paid) != len(self.turns or ()):
             raise ValueError(f"paid has {len(self.paid)} items, turns has {len(self.turns or ())}")
         return self
@@ -250,7 +246,7 @@ def read(source: str, sha256: str = "") -> tuple[dict[str, Trajectory], str]:
             if not isinstance(row, dict):
                 problem = f"expected an object, found {type(row).__name__}"
                 raise bad_source(f"{source} {place}", problem)
-            lines[place] = parse(Trajectory, row, place_of(source, place))
+            lines[place] = parse(Trajectory, row, f"source {printable(source)} {place}")
     except OSError as error:
         raise bad_source(source, f"cannot be read: {reason(error)}") from error
     if not lines:
@@ -262,8 +258,3 @@ def read(source: str, sha256: str = "") -> tuple[dict[str, Trajectory], str]:
             next="leave the file as it is while it is read",
         )
     return lines, hash_now
-
-
-def place_of(source: str, place: str) -> str:
-    """Return the name of a line in error messages."""
-    return f"source {printable(source)} {place}"

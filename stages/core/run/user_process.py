@@ -1,17 +1,19 @@
 """A process that runs a user's code: it answers requests, and each wait has a limit.
 
-    limit = share_of_memory(processes=2)
+    limit = memory_of_each(processes=2)
     process = UserProcess(module, limit, name="scorer", allowance="4 GiB", lower="reward.workers")
-    process.ask({"key": 1, "load": {…}}, 60, Loaded)    # or Late, Ended
+    process.load({…}, Loaded, title="scorer f")    # or Killed
+    process.ask({"key": 1, …}, 60, Answer)      # or Late, Ended
     process.end()                               # it, and all that it started, is gone
 
 `module` has a class Answerer; its method `answer` is called in the process (see `answering`). Its
-output is always drained, and up to PRINTED_BYTES of it are kept between two calls of `printed`.
+output is always drained, and up to PRINTED_BYTES are kept between two calls of `log_printed`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import resource
@@ -26,10 +28,20 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from quiver.schemas.errors import ResourceError
+from quiver.schemas.errors import (
+    ConfigError,
+    QuiverError,
+    ResourceError,
+    from_dict,
+    printable,
+    shortage,
+)
 from quiver.stages.core.run import answering
 from quiver.stages.core.run.subprocesses import Process, ending
 
+LOAD_SECONDS = 120.0
+LOAD_ATTEMPTS = 3
+"""Processes in a row that a signal may end while they load a user's code."""
 PRINTED_BYTES = 4096
 OOM_SCORE = 900
 """oom_score of these processes. When memory runs out, the kernel kills them before the stage and
@@ -42,14 +54,15 @@ libraries reserve in advance counts too.
 _CHUNK_BYTES = 1 << 20
 _ANSWER_BYTES = 256 << 20  # more than any number of rows needs
 _Kind = TypeVar("_Kind", bound=BaseModel)
+_Load = TypeVar("_Load", bound="Loaded")
 
 
 class Late(Exception):
-    """The answer did not arrive in time."""
+    """The answer did not arrive in time; the text says so of the process."""
 
 
 class Ended(Exception):
-    """The process ended; the text says how."""
+    """The process ended; the text says how, such as "ended with exit code 3"."""
 
 
 class Killed(Ended):
@@ -61,6 +74,15 @@ class Surplus(Ended):
 
     The answer to this request is unknown, and the process cannot be trusted any more.
     """
+
+
+class Loaded(BaseModel):
+    """The answer to a request to load a user's code."""
+
+    fingerprint: str = ""
+    """Hash of the code."""
+    error: dict[str, str] | None
+    """Reason why it could not be loaded: see `refusal`."""
 
 
 class _Message(BaseModel):
@@ -89,6 +111,7 @@ class UserProcess(Process):
         self._text = bytearray()
         self._dropped_bytes = 0
         self._allowance = allowance
+        self._lower = lower
         self._key: int | None = None
         self._num_asked = 0
         self._num_pieces = 0
@@ -114,6 +137,56 @@ class UserProcess(Process):
         os.set_blocking(self._printed, False)
         with suppress(OSError):  # it has ended already, and the first answer will report it
             self._send({"path": list(filter(None, sys.path)), "module": module})
+
+    def load(
+        self,
+        options: dict[str, Any],
+        kind: type[_Load],
+        *,
+        title: str,
+        key: int | None = None,
+        expected: str = "",
+        attempt: int = 1,
+    ) -> _Load:
+        """Let the process load a user's code, and return its answer.
+
+        Args:
+            options: what to load, as the module's Answerer knows it.
+            kind: model of the answer.
+            title: the object of errors.
+            expected: the fingerprint that the code must have. Empty: any.
+            attempt: number of this process among those that try to load it, from 1.
+
+        Raises:
+            ConfigError: the code cannot be loaded, or has another fingerprint.
+            Killed: a signal ended the process, so another one may try.
+            ResourceError: a signal ended the last process that may try.
+            Surplus: the process answered an earlier request twice, so another one may try.
+        """
+        try:
+            answer = self.ask({"key": key, "load": options}, LOAD_SECONDS, kind)
+        except (Late, Ended) as error:
+            if isinstance(error, Surplus) and self._num_asked > 1:
+                raise
+            if isinstance(error, Killed) and attempt < LOAD_ATTEMPTS:
+                raise
+            problem = f"importing it: its process {error}"
+            if isinstance(error, Killed):
+                problem += f", {attempt} times in a row"
+                advice = f"lower {self._lower}, then run again"
+                raise ResourceError(title, problem, next=advice) from None
+            raise ConfigError(title, problem, next="see what importing it does") from None
+        if answer.error:
+            raise from_dict(answer.error)
+        if expected not in ("", answer.fingerprint):
+            raise ConfigError(
+                title,
+                f"its file changed meanwhile: fingerprint expected {expected}, found "
+                f"{answer.fingerprint}",
+                state="finished shards are kept.",
+                next="run again",
+            )
+        return answer
 
     def ask(self, request: dict[str, Any] | None, seconds: float, kind: type[_Kind]) -> _Kind:
         """Send a request and return its answer.
@@ -148,7 +221,7 @@ class UserProcess(Process):
             message = _Message.model_validate(json.loads(received))
             expected = (self._key, self._num_asked, self._num_pieces)
             if (message.key, message.number, message.piece) != expected:
-                raise Surplus("after one answer too many")
+                raise Surplus("ended after one answer too many")
             self._num_pieces += 1
             return kind.model_validate(message.answer)
         except (EOFError, OSError):
@@ -156,23 +229,26 @@ class UserProcess(Process):
             self.kill()  # needed if its answer was too long
             code = self.wait()
             if is_late:
-                raise Late from None
+                raise Late(f"took longer than {seconds:.3g} s") from None
             error_class = Killed if code < 0 else Ended
-            raise error_class(ending(code, f"out of memory? {self._allowance}")) from None
+            how = ending(code, f"out of memory? {self._allowance}")
+            raise error_class(f"ended {how}") from None
         except (ValueError, RecursionError):
-            raise Ended("after an answer that cannot be read") from None
+            raise Ended("ended after an answer that cannot be read") from None
         finally:
             watchdog.cancel()
             self._drain()
 
-    def printed(self) -> str:
-        """Return the first PRINTED_BYTES that it printed since the last call."""
+    def log_printed(self, log: logging.Logger, name: str) -> None:
+        """Log the lines that it printed since the last call, in its first PRINTED_BYTES."""
         text = self._text.decode(errors="replace")
         if self._dropped_bytes:
             text += f"\n… and {self._dropped_bytes} bytes more"
         self._text.clear()
         self._dropped_bytes = 0
-        return text
+        for line in text.splitlines():
+            if line.strip():
+                log.info("%s: %s", name, printable(line, 1000))
 
     def end(self, grace: float | None = 0) -> int:
         """End it like `Process.end`, but at once by default; also close the connection."""
@@ -192,18 +268,38 @@ class UserProcess(Process):
             self._dropped_bytes += max(0, len(chunk) - room)
 
 
+def refusal(error: BaseException, title: str, key: str) -> dict[str, str]:
+    """Return the error to answer with, in the process, if loading a user's code raised `error`.
+
+    Args:
+        title: the object of the error.
+        key: the config key that raises the process's memory limit.
+    """
+    if shortage(error.__cause__) is not None:
+        problem = "importing it takes more memory than there is"
+        if limit := memory_limit():
+            problem += f": its process may have {limit / 2**30:.3g} GiB"
+        error = ResourceError(title, problem, next=f"raise {key}")
+    elif not isinstance(error, QuiverError):  # SystemExit, say
+        problem = f"cannot be loaded: {type(error).__name__}: {printable(error)}"
+        error = ConfigError(title, problem, next="see what importing it does")
+    return error.to_dict()
+
+
 def memory_limit() -> int | None:
     """Return the bytes of private memory that this process may have. None: unlimited."""
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def share_of_memory(processes: int) -> int:
-    """Return the default memory per process, in bytes.
+def memory_of_each(processes: int, gib: float | None = None) -> int:
+    """Return the most private memory of each process, in bytes.
 
-    It is an equal share of the machine's memory, with one more share left for everything else. A
-    cgroup's limit counts as the machine's memory.
+    Without `gib` it is an equal share of the machine's memory, with one more share left for
+    everything else. A cgroup's limit counts as the machine's memory.
     """
+    if gib is not None:
+        return int(gib * 2**30)
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, group = line.split(":", 2)

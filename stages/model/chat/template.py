@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -325,6 +325,18 @@ def _with_parts(messages: Messages, positions: Collection[int]) -> Messages:
         else message
         for n, message in enumerate(messages)
     ]
+
+
+def first_variables(tokenizer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of every prompt: the tokenizer's special tokens, and `arguments`, which
+    override them. Each prompt may set its own tools and documents."""
+    return {
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+        **tokenizer.special_tokens_map,
+        **arguments,
+    }
 
 
 def read_template(path: str | None, key: str, sha256: str = "") -> str | None:

@@ -31,7 +31,7 @@ from quiver.stages.core.store import Version
 from quiver.stages.model import checkpoints
 from quiver.stages.model.chat.control_tokens import Guard
 from quiver.stages.model.chat.generation_prompt import learn_markup, prefill
-from quiver.stages.model.chat.template import Messages, Template
+from quiver.stages.model.chat.template import Messages, Template, first_variables
 from quiver.stages.reward.scoring import Batch, Part
 
 from .config import ModelConfig, check
@@ -239,13 +239,9 @@ class Reader:
     ) -> None:
         """Start the template's process. A judge's input ends with a generation prompt. Raises
         ConfigError if the template cannot render an answer."""
-        variables = {
-            "tools": None,
-            "documents": None,
-            **tokenizer.special_tokens_map,
-            "add_generation_prompt": config.kind == "token",
-            **config.template_arguments,
-        }
+        is_judge = config.kind == "token"
+        arguments = {"add_generation_prompt": is_judge, **config.template_arguments}
+        variables = first_variables(tokenizer, arguments)
         name = f"{config.title}: template"
         self._template = Template(template, variables, config.template_seconds, name)
         try:

@@ -4,7 +4,7 @@ Look here for what counts as a valid return value.
 The requests to the process (see `answering`), and their answers:
 
     {"key": …, "load": {use, name, arguments, extra, …}}
-                                                  → {"about": […], "error": {…}}, one of them null
+                                                  → {"about": […], "fingerprint": …, "error": null}
     {"key": …, "call": pickled columns, "rows": n, "at_once": …, "seconds": …}
                                                   → {"parts": [[row, value, error, extra], …],
                                                      "seconds": of the whole call,
@@ -32,20 +32,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from quiver.schemas.errors import (
-    ConfigError,
-    QuiverError,
-    ResourceError,
-    did_you_mean,
-    printable,
-    shortage,
-)
+from quiver.schemas.errors import ConfigError, did_you_mean, printable, shortage
+from quiver.schemas.outside import LARGEST
 from quiver.stages.core import plugins
 from quiver.stages.core.run.answering import no_copies
-from quiver.stages.core.run.user_process import memory_limit
+from quiver.stages.core.run.user_process import memory_limit, refusal
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.pool.habits import LOGS, About, adapted
-from quiver.stages.reward.scoring import LARGEST, Part, as_extra
+from quiver.stages.reward.scoring import Part, as_extra
 
 BEAT_SECONDS = 0.5
 Columns = dict[str, list[Any]]
@@ -77,25 +71,11 @@ class Answerer:
 
     def _load(self, key: int, use: str, name: str, **options: Any) -> dict[str, Any]:
         try:
-            self._functions[key] = load(use, name, **options)
-            return {"about": self._functions[key].about, "error": None}
-        except QuiverError as error:
-            refusal = error
-            if shortage(error.__cause__) is not None:
-                limit = memory_limit()
-                refusal = ResourceError(
-                    f"reward function {name}",
-                    f"importing {printable(use)} takes more memory than there is"
-                    + (f": {memory_allowance(limit)}" if limit else ""),
-                    next="raise reward.max_memory_gib",
-                )
-        except BaseException as error:  # SystemExit, say
-            refusal = ConfigError(
-                f"reward function {name}",
-                f"cannot be loaded: {type(error).__name__}: {printable(error)}",
-                next=f"see what importing {use} does",
-            )
-        return {"about": None, "error": refusal.to_dict()}
+            function = self._functions[key] = load(use, name, **options)
+        except BaseException as error:  # SystemExit too
+            return {"error": refusal(error, f"reward function {name}", "reward.max_memory_gib")}
+        about = function.about
+        return {"about": about, "fingerprint": about.fingerprint, "error": None}
 
     def _call_together(
         self, function: Function, request: dict[str, Any], send: Send

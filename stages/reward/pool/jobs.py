@@ -3,7 +3,7 @@
 job = Job(function, columns, rollout_ids)
 job.take((0, 0.0), workers=2)        # range(0, 1): a function's first call in a process
 job.take((1, 0.01), workers=2)       # range(1, 9): later ones grow, up to about a second
-job.spoiled(range(1, 9), Late())     # called alone now; a row that was alone has failed
+job.spoiled(range(1, 9), error)      # called alone now; a row that was alone has failed
 
 job = Job(function, columns, rollout_ids, sizes=[4, 4])      # two groups
 job.take((0, 0.0), workers=2)        # range(0, 4): each is called by itself
@@ -161,15 +161,13 @@ class Job:
     def spoiled(self, rows: range, error: Late | Ended) -> None:
         """Handle a call that took too long or ended its process: rows without a part are called one
         by one. A row or group that was alone has failed."""
-        is_late = isinstance(error, Late)
+        why = f"its process {error}"
         if not self.is_alone(rows):
-            limit = self.function.batch_seconds
-            why = f"took longer than {limit:g} s" if is_late else f"its process ended {error}"
             self.function.tell_done_again(len(rows), why)
             self._alone += self._calls_alone(rows)
             return
-        part = Part(error=f"WorkerEnded: its process ended {error}")
-        if is_late:
+        part = Part(error=f"WorkerEnded: {why}")
+        if isinstance(error, Late):
             part = late(self.function.config.timeout_seconds)
         for row in rows:
             self.put(row, part)

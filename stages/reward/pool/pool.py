@@ -29,7 +29,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
-from quiver.schemas.errors import ConfigError, ResourceError, from_dict, printable
+from quiver.schemas.errors import ResourceError
+from quiver.schemas.outside import LARGEST
+from quiver.stages.core.run import user_process
 from quiver.stages.core.run.stage_process import this_process
 from quiver.stages.core.run.user_process import (
     Ended,
@@ -37,27 +39,22 @@ from quiver.stages.core.run.user_process import (
     Late,
     Surplus,
     UserProcess,
-    share_of_memory,
+    memory_of_each,
 )
 from quiver.stages.reward.pool import calls, jobs
-from quiver.stages.reward.scoring import LARGEST, Part
+from quiver.stages.reward.scoring import Part
 
 _kept: dict[tuple[int | None, float | None], Pool] = {}
 """Pools that wait for the next call of this process, by their settings. Their processes end with
 this one."""
-LOAD_SECONDS = 120.0
-LOAD_ATTEMPTS = 3
-"""Processes in a row that a signal may end while they import a function."""
 _LATE_SECONDS = 0.5  # in which an async function's process may report that a row took too long
 log = logging.getLogger(__name__)
 
 
-class Loaded(BaseModel):
+class Loaded(user_process.Loaded):
     """A process's answer to a request to load a function."""
 
-    about: calls.About | None
-    error: dict[str, str] | None
-    """Reason why it could not be loaded."""
+    about: calls.About | None = None
 
 
 class Answer(BaseModel):
@@ -94,11 +91,6 @@ class FunctionProcess(UserProcess):
             lower="reward.workers",
         )
 
-    @property
-    def has_called(self) -> bool:
-        """True if a call has been answered here."""
-        return any(rows for rows, _ in self.last_calls.values())
-
 
 class NotLoaded(Exception):
     """The process is lost, and the rows did not cause it. Either a signal ended it while it
@@ -115,9 +107,7 @@ class Pool:
 
     def __init__(self, workers: int | None = None, memory_gib: float | None = None) -> None:
         self.workers = workers or len(os.sched_getaffinity(0))
-        self._memory_bytes = share_of_memory(self.workers)
-        if memory_gib is not None:
-            self._memory_bytes = int(memory_gib * 2**30)
+        self._memory_bytes = memory_of_each(self.workers, memory_gib)
         self._lock = threading.Lock()
         self._processes: set[FunctionProcess] = set()
         self._closing = False
@@ -231,12 +221,13 @@ class Pool:
             try:
                 yield process
             finally:
-                _log_printed(process, function)
+                process.log_printed(log, function.config.name)
             is_sound = True
         except (Late, Ended) as error:
             if self._closing:
                 raise _closed() from None
-            if isinstance(error, Surplus) and process.has_called:
+            has_called = any(rows for rows, _ in process.last_calls.values())
+            if isinstance(error, Surplus) and has_called:
                 raise NotLoaded from None
             raise
         finally:
@@ -251,54 +242,28 @@ class Pool:
 
         Raises:
             ConfigError: Loading fails, or the code changed since it was first loaded.
-            NotLoaded: A signal ended the process.
+            NotLoaded: Another process may try.
             ResourceError: Signals ended several processes in a row.
         """
         if function in process.last_calls:
             return
         config = function.config
-        request = {
-            "key": id(function),
-            "load": config.model_dump(
-                include={"use", "name", "arguments", "extra", "style", "scope"}
-            ),
-        }
+        options = {"use", "name", "arguments", "extra", "style", "scope"}
         try:
-            answer = process.ask(request, LOAD_SECONDS, Loaded)
-        except (Late, Ended) as error:
-            if self._closing or (isinstance(error, Surplus) and process.has_called):
+            answer = process.load(
+                config.model_dump(include=options),
+                Loaded,
+                title=f"reward function {config.name}",
+                key=id(function),
+                expected=function.about.fingerprint if function.about else config.fingerprint,
+                attempt=function.kills + 1,
+            )
+        except (Killed, Surplus) as error:
+            if self._closing:
                 raise
-            is_late = isinstance(error, Late)
-            how = (
-                f"took longer than {LOAD_SECONDS:g} s" if is_late else f"ended its process {error}"
-            )
-            title = f"reward function {config.name}"
-            message = f"importing {printable(config.use)} {how}"
-            if not isinstance(error, Killed):
-                next_step = f"see what {printable(config.use)} does when it is imported"
-                raise ConfigError(title, message, next=next_step) from None
-            function.kills += 1
-            if function.kills < LOAD_ATTEMPTS:
-                raise NotLoaded from None
-            raise ResourceError(
-                title,
-                f"{message}, {function.kills} times in a row",
-                state="finished shards are kept.",
-                next="lower reward.workers, then run again",
-            ) from None
-        if answer.error:
-            raise from_dict(answer.error)
-        about = answer.about
-        expected = function.about.fingerprint if function.about else config.fingerprint
-        if expected and expected != about.fingerprint:
-            raise ConfigError(
-                f"reward function {config.name}",
-                f"its file changed meanwhile: fingerprint expected {expected}, found "
-                f"{about.fingerprint}",
-                state="finished shards are kept.",
-                next="run again",
-            )
-        function.about = about
+            function.kills += isinstance(error, Killed)
+            raise NotLoaded from None
+        function.about = answer.about
         function.kills = 0
         process.last_calls[function] = (0, 0.0)
 
@@ -324,7 +289,7 @@ class Pool:
             patience = jobs.BATCH_SECONDS if beats else deadline - time.monotonic()
             answer = process.ask(request, patience, Answer)
             if any(row >= len(rows) for row, *_ in answer.parts):
-                raise Ended("after an answer that cannot be read")
+                raise Ended("ended after an answer that cannot be read")
             for row, *part in answer.parts:
                 job.put(rows[row], Part(*part))
             seconds_of_call = answer.seconds
@@ -332,7 +297,7 @@ class Pool:
             if answer.failure is not None:
                 function.tell_done_again(len(rows), answer.failure)
         if None in job.parts[rows.start : rows.stop]:
-            raise Ended("after an answer that lacks rows")
+            raise Ended("ended after an answer that lacks rows")
         with self._lock:
             function.seconds += seconds_of_call
         process.last_calls[function] = (len(rows), seconds_of_call)
@@ -358,9 +323,3 @@ def open_pool(workers: int | None, memory_gib: float | None) -> Iterator[Pool]:
 
 def _closed() -> ResourceError:
     return ResourceError("reward workers", "were closed while rows were scored", next="run again")
-
-
-def _log_printed(process: FunctionProcess, function: jobs.Function) -> None:
-    for line in process.printed().splitlines():
-        if line.strip():
-            log.info("%s: %s", function.config.name, printable(line, 1000))

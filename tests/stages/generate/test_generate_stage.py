@@ -215,10 +215,8 @@ def requests() -> Requests:
         rows=Rows(table, config(), "x"),
         texts=None,
         take_shard=lambda: range(6),
-        engine_name="test",
         ahead=1,
         vocabulary_size=320,
-        max_tokens=8,
     )
     assert requests.open_shard()
     return requests

@@ -12,7 +12,8 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 from quiver.stages.generate.config import Config
-from quiver.stages.generate.prompts import media_of, most_media
+from quiver.stages.generate.prompts import most_media
+from quiver.stages.generate.rows import Rows
 from quiver.stages.model.loading import load_model
 from tests import sight, sound, tiny
 
@@ -89,7 +90,8 @@ def test_an_engine_is_told_of_the_pictures_of_prompts_and_of_turns(store):
 
 def test_a_row_may_be_null_where_others_have_pictures():
     null = pa.nulls(1, pa.list_(pa.null()))
-    assert media_of(pa.table(dict.fromkeys(("images", "audio", "spans"), null)), 0) == ()
+    prompts = pa.table(dict.fromkeys(("images", "audio", "spans"), null))
+    assert Rows(prompts, Config(**sight.GENERATE), "x").media(0) == ()
 
 
 def test_vllm_gives_the_models_own_logprobs(tmp_path):

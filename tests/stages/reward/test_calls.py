@@ -199,7 +199,7 @@ def test_rows_that_were_answered_before_the_process_ended_are_not_called_again()
     job.function.about = describe(lambda completions: completions, "f", {})
     rows = range(3)
     job.put(1, Part(1.0))
-    job.spoiled(rows, Ended("by SIGKILL"))
+    job.spoiled(rows, Ended("ended by SIGKILL"))
     assert [job.take((0, 0.0), 1) for _ in range(2)] == [range(1), range(2, 3)]
     assert job.num_missing == 2
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from quiver.schemas.errors import ConfigError, ResourceError
+from quiver.stages.core.run import user_process
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool import jobs, pool
 from quiver.stages.reward.pool.calls import About
@@ -64,9 +65,9 @@ def scribble():
             pass
     return 2.0
 
-def print_a_gigabyte():
+def print_much():
     block = b"x" * (1 << 20)
-    for _ in range(1024):
+    for _ in range(256):
         os.write(1, block)
     return 1.0
 
@@ -111,7 +112,7 @@ short, leaves = each(lambda: "nothing"), each(lambda: os._exit(3))
 hangs, hangs_deaf, hangs_in_c = each(lambda: time.sleep(600)), each(deaf), each(spin)
 segfaults, kills_itself = each(segfault), each(lambda: os.kill(os.getpid(), signal.SIGKILL))
 kills_group, kills_keeper = each(lambda: os.killpg(0, signal.SIGKILL)), each(orphan)
-closes, scribbles, prints = each(close_everything), each(scribble), each(print_a_gigabyte)
+closes, scribbles, prints = each(close_everything), each(scribble), each(print_much)
 forks, forks_raising, leaves_daemon, leaves_daemons = map(each, (fork_and_return, fork_and_raise, daemon, daemons))
 hoards, moves = each(lambda: float(len(bytearray(1 << 30)) > 0)), each(move)
 
@@ -319,8 +320,10 @@ def test_what_is_printed_is_logged_at_some_length_and_not_kept(shared, caplog):
     assert caplog.messages[0].startswith("talks: hello \\x1b[31mxxx")
     assert "more" in caplog.messages[-1] and sum(map(len, caplog.messages)) < 3000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert score(shared, "prints", timeout_seconds=60) == [Part(1.0)] * 12  # a gigabyte
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+    assert score(shared, "prints", timeout_seconds=60) == [Part(1.0)] * 12
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024, (
+        "KiB, of 256 MiB"
+    )
 
 
 def test_memory_has_a_limit_and_errors_name_the_key_that_raises_it(empty):
@@ -377,7 +380,7 @@ def test_a_call_that_the_pool_itself_fails_is_an_error_and_takes_no_place(one, m
         raise RuntimeError("broken")
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as thread:
-        patch.setattr(pool, "_log_printed", broken)
+        patch.setattr(pool.FunctionProcess, "log_printed", broken)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="broken"):
                 thread.submit(score, one, "raises", rows=1).result(60)
@@ -464,7 +467,7 @@ def test_code_that_can_not_be_loaded_is_one_error_and_not_one_a_row(shared, fold
     for number, (source, said) in enumerate(
         {
             "import nonexistent_module": missing,
-            "import os; os._exit(7)": "ended its process with exit code 7",
+            "import os; os._exit(7)": "its process ended with exit code 7",
             "import sys; sys.exit(7)": "SystemExit: 7",
             "import time; time.sleep(600)": "took longer than 1 s",
             "x = 1": "has no function f",
@@ -472,7 +475,7 @@ def test_code_that_can_not_be_loaded_is_one_error_and_not_one_a_row(shared, fold
     ):
         (folder / f"broken{number}.py").write_text(source)
         with monkeypatch.context() as patch, pytest.raises(ConfigError) as caught:
-            patch.setattr(pool, "LOAD_SECONDS", 1.0 if "sleep" in source else 60.0)
+            patch.setattr(user_process, "LOAD_SECONDS", 1.0 if "sleep" in source else 60.0)
             scorer(shared, f"broken{number}.py:f").require([])
         assert said in caught.value.message
     assert score(shared, "nothing", bad=-1) == [Part(1.0)] * 12  # the pool goes on
@@ -491,8 +494,10 @@ def f(completions):
 """
 
 
-@pytest.mark.parametrize("about", [None, About(["completions"], ["completions"], is_async=False)])
-@pytest.mark.parametrize("kills", [2, 1000])
+ABOUT = About(["completions"], ["completions"], is_async=False)
+
+
+@pytest.mark.parametrize(("kills", "about"), [(2, None), (2, ABOUT), (1000, None)])
 def test_a_process_that_is_killed_while_it_imports_is_tried_again(empty, kills, about):
     """Whether it was to be described or called. Always killed: an error of memory and not of the
     recipe, which no row has."""
@@ -503,7 +508,7 @@ def test_a_process_that_is_killed_while_it_imports_is_tried_again(empty, kills, 
         if kills == 2:
             assert score_texts(function, ["a", "b"]) == [Part(1.0)] * 2
         else:
-            why = r"importing dies.py:f ended its process by SIGKILL \(out.*3 times in a row"
+            why = r"importing it: its process ended by SIGKILL \(out.*3 times in a row"
             with pytest.raises(ResourceError, match=why):
                 score_texts(function, ["a", "b"])
     assert (empty / "imports").read_text() == "iii"

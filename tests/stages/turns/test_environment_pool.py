@@ -252,7 +252,6 @@ with open(__file__ + ".loads", "a+b") as file:
 @pytest.mark.parametrize(
     ("source", "error", "why"),
     [
-        ("import os; os._exit(4)", ConfigError, "ended its process with exit code 4"),
         ("raise SystemExit(1)", ConfigError, "cannot be loaded"),
         (KILL.format(3), ResourceError, "3 times in a row"),
         (ENVIRONMENT, ConfigError, "its file changed meanwhile"),

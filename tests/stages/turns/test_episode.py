@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quiver.schemas.errors import ConfigError
 from quiver.stages.generate.texts import Texts
 from quiver.stages.model.chat.control_tokens import Guard
 from quiver.stages.turns.config import Turns
@@ -47,7 +46,6 @@ class Game:
         texts: list[str],
         answer: Callable[[Turn], Step] | None = None,
         *,
-        messages: list[dict] | None = CHAT,
         reward: float | None = None,
     ) -> tuple[dict, list[list[int]]]:
         """Play to the end with a policy that says `texts`, each with an end if it fits.
@@ -56,7 +54,7 @@ class Game:
         was read before each turn.
         """
         prompt_ids = self.setting.bridge.restart("row", CHAT).ids
-        episode = Episode(self.setting, "row", prompt_ids, messages)
+        episode = Episode(self.setting, "row", prompt_ids, CHAT)
 
         def act() -> None:
             if episode.state == "act":
@@ -336,8 +334,6 @@ def test_where_thinking_is_dropped_a_new_sequence_begins():
     steps = (Step(text="more"), tool, Step(text="higher"), Step(text="yes", done=True))
     with game("qwen3", answers=False, rewritten="restart") as played:
         record, read = played.play(["5", THINKING, "8", "9"], in_order(*steps))
-        with pytest.raises(ConfigError, match="needs the messages of the prompt"):
-            played.play([THINKING], in_order(Step(text="higher")), messages=None)
     texts = [family("qwen3").tokenizer.decode(ids) for ids in read]
     assert ["hm" in text for text in texts] == [False, False, True, False]
     assert "7<|im_end|>" in texts[3]
