@@ -38,6 +38,17 @@ from .transfer import to_device
 
 TOLERANCE = 2e-3
 """Largest difference, in nats, in float32 between two ways of computing one logprob."""
+FAILURES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Errors that modeling code raises at inputs it is not made for."""
 _LATER_TOLERANCE = 0.02
 """Largest mean difference of logprobs, in nats, if the later half of a rollout is cut off."""
 _ENOUGH_TOKENS = 16
@@ -85,7 +96,7 @@ def choose_mode(
                 expected = [own_logprobs(policy, sequences, *pair) for pair in enumerate(counts)]
                 longest = counts.index(max(counts))
                 half = own_logprobs(policy, sequences, longest, (counts[longest] + 1) // 2)
-            except Exception as error:  # modeling code raises many types at other inputs
+            except FAILURES as error:
                 if says_no_memory(error):
                     raise
                 raise ConfigError(
@@ -217,7 +228,7 @@ def largest_gap(
     try:
         packed = compute_logprobs(policy, microbatches, sequences)
         logprobs = sequences.completions.with_values(packed)
-    except Exception as error:  # modeling code raises many types at other inputs
+    except FAILURES as error:
         if says_no_memory(error):
             raise
         log.warning("packing %r: %s", mode, error)
