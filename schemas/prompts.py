@@ -1,5 +1,7 @@
 """prompts/1, prompts/2: the model's prompts, rendered to ids once, before any GPU is used.
 
+Not of the spine: rollouts repeat the ids that a training reads.
+
 | column | type | meaning |
 |---|---|---|
 | group_id | string | the prompt; all rollouts of one prompt are a group |

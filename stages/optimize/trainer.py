@@ -24,7 +24,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -55,12 +55,24 @@ from .optimizer import (
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from .resume import SavedProgress
-
 MAX_SKIPPED = 3
 _SECONDS_BETWEEN_LINES = 2.0
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+
+class Progress(Protocol):
+    """Saved state of a training while it runs; `resume` keeps it in a store."""
+
+    def load(self, trainer: Trainer) -> tuple[int, int, int]:
+        """Put the saved state into the trainer. Return the epoch and mini-batch that come next, and
+        the step at which that epoch began."""
+
+    def step_done(self, trainer: Trainer, epoch: int, minibatch: int, epoch_step: int) -> None:
+        """Note that a step is done; this mini-batch of this epoch comes next."""
+
+    def not_finite(self, trainer: Trainer, update: dict[str, Any], rows: list[int]) -> None:
+        """Keep the rollouts `rows` of a step whose loss or gradient is not finite."""
 
 
 class Trainer(SavedState):
@@ -233,7 +245,7 @@ class Trainer(SavedState):
             "last_values": last_values,
         }
 
-    def train(self, progress: SavedProgress | None = None) -> None:
+    def train(self, progress: Progress | None = None) -> None:
         """Run all epochs, from the point that `progress` has saved. Raises NumericError if the
         audit fails or steps are not finite; nothing may be committed then."""
         first_epoch, first_minibatch, epoch_step = 0, 0, self.step
@@ -272,7 +284,7 @@ class Trainer(SavedState):
         self.policy.free()
 
     def _train_minibatch(
-        self, epoch: int, minibatch: int, members: list[int], progress: SavedProgress | None
+        self, epoch: int, minibatch: int, members: list[int], progress: Progress | None
     ) -> None:
         """Take one optimizer step over rollouts `members`, unless none of them is passed through
         the model."""
