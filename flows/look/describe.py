@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from quiver.schemas.errors import LineageError, printable
 from quiver.schemas.manifest import Manifest
-from quiver.schemas.metrics import score_numbers
+from quiver.schemas.metrics import problem, score_numbers
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.listing import Summary, read_fields
@@ -212,17 +212,19 @@ def listed(store: Store, entries: Iterable[tuple[Ref, Summary]]) -> list[Listed]
     tags: dict[str, list[str]] = {}
     for run in {ref.run for ref, _ in entries}:
         tags |= tags_of(store, run)
-    scored = [
-        ref for ref, entry in entries if ref.kind in ("rewards", "evaluations") and not entry.error
-    ]
+    scored = {
+        ref: entry
+        for ref, entry in entries
+        if ref.kind in ("rewards", "evaluations") and not entry.error
+    }
     scores: dict[str, str] = {}
     manifests = map_in_threads(partial(read_fields, store.storage), scored)
-    for ref, fields in zip(scored, manifests, strict=True):
-        if fields is None:  # `verify` reports it
+    for (ref, entry), fields in zip(scored.items(), manifests, strict=True):
+        metrics = fields.get("metrics") if isinstance(fields, dict) else None
+        if problem(ref.kind, metrics):  # `verify` reports it
             continue
-        metrics = fields["metrics"]
         if ref.kind == "evaluations":
-            policies = [model["ref"] for model in fields["models"] if model["role"] == "policy"]
+            policies = [source for source, role in entry.sources.items() if role == "policy"]
             scores.update(dict.fromkeys([str(ref), *policies], score_of(metrics)))
         elif metrics.get("reward_mean") is not None:
             scores[str(ref)] = number(metrics["reward_mean"])

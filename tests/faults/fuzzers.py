@@ -129,6 +129,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "compare two": lambda store: commands.compare(
         "held/evaluations@1", "held/evaluations@4", store=str(store)
     ),
+    "ls": lambda store: commands.ls(None, str(store)),
     "show": lambda store: commands.show("held/evaluations@4", 1, str(store)),
     "show updates": lambda store: commands.show("golden/updates@2", 1, str(store)),
     "verify": lambda store: verify(store, "golden/rollouts@1"),

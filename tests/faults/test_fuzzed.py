@@ -99,6 +99,8 @@ FOUND = [
     ("golden/rollouts@1", drop("models", "policy"), "sampler", "E-LINEAGE"),
     ("held/evaluations@1", drop("inputs", "rewards"), "compare", "E-LINEAGE"),
     ("golden/prompts@2", lambda fields: fields.update(bytes={}), "report", None),
+    ("golden/rewards@6", lambda fields: fields["metrics"].update(reward_mean="high"), "ls", None),
+    ("held/evaluations@4", lambda fields: fields.update(metrics=[]), "ls", None),
     ("golden/policy@2", let_lead("golden/updates@1", "rewards"), "report", None),  # left out
     ("held/rollouts@1", let_lead("golden/prompts@1", "prompts"), "compare two", "E-LINEAGE"),
     (
