@@ -11,7 +11,7 @@ import json
 import shutil
 import tomllib
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -254,15 +254,13 @@ def require_unparsed(errors: dict[str, QuiverError | None]) -> None:
 def tables(place: Path, random: Random) -> Cases:
     """In a store of somebody else, so that a child parses each file before anybody reads it."""
     store = place / "finished"
-    child = ArrowCheck()  # one for all of them
     owner = (store / "store.json").stat().st_uid + 1
     with (
+        ArrowCheck() as child,  # one for all of them
         patch.object(verification, "ArrowCheck", lambda: nullcontext(child)),
         patch.object(arrow_check, "ArrowCheck", lambda: nullcontext(child)),
         patch("os.geteuid", lambda: owner),
-        ExitStack() as stack,
     ):
-        stack.callback(child.end)
         while True:
             path = random.choice(sorted(store.glob("*/*/v*/*.arrow")))
             before = {file: file.read_bytes() for file in (path, path.with_name("manifest.json"))}
