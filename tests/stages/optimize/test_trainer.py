@@ -22,7 +22,7 @@ from quiver.stages.model.loading import load_model, restore_dropout
 from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize.accelerator import make_accelerator
 from quiver.stages.optimize.algorithms import find_algorithm, find_function
-from quiver.stages.optimize.batch import Batch
+from quiver.stages.optimize.batch import Batch, Origin
 from quiver.stages.optimize.optimizer import (
     learning_rate,
     load_optimizer_state,
@@ -100,6 +100,7 @@ def _trainer(
         _ragged(rows, "old_logprobs", torch.float32).values if prox else None,
         _ragged(rows, "ref", torch.float32).values if ref else None,
         masked=torch.zeros(len(rows), dtype=torch.bool),
+        origins=[Origin(is_stale=False, biases="", quantization="")] * len(rows),
         max_completion_tokens=MOST,
     )
     model = load_model(policy, dtype=torch.float32)
