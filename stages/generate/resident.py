@@ -66,6 +66,10 @@ class ResidentEngine:
             log.warning("the engine could not sleep, and ends: %s", printable(error))
             return False
 
+    def close(self) -> None:
+        """Free what the engine holds."""
+        self.engine.close()
+
 
 @contextmanager
 def resident_or_fresh_engine(config: Config, setup: Setup, writer: Writer) -> Iterator[Engine]:
@@ -104,4 +108,4 @@ def resident_or_fresh_engine(config: Config, setup: Setup, writer: Writer) -> It
     finally:
         if this_process.resident_engine is None:
             with writer.phase("close"):
-                resident.engine.close()
+                resident.close()
