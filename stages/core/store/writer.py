@@ -97,7 +97,7 @@ _FILES_AT_ONCE = 4
 """Files of a policy that are flushed and hashed at once."""
 _JOIN_SECONDS = 10.0
 _KEPT = ("leases", "resume")
-"""What of unfinished work is not thrown away."""
+"""Folders of unfinished work that `discard` keeps."""
 log = logging.getLogger(__name__)
 
 

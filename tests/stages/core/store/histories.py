@@ -189,7 +189,7 @@ class History:
         self.look_again(before - after)
 
     def look_again(self, gone: set[str]) -> None:
-        """Whatever stays can be read; what is gone says so, and answers by its manifest."""
+        """A version that stays can be read; one that is gone says so, and answers by its manifest."""
         for version in self.store.versions():
             version.verify()
             if version.ref.kind != "policy":

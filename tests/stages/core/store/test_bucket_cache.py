@@ -346,7 +346,7 @@ def require_no_secret(error: Exception, bucket) -> None:
     [
         "ftp://bucket/prefix",
         "memory:///prefix",
-        "file:///tmp/prefix",
+        "file:///prefix",
         "https://me:secret@host/prefix",
         "s3://me:secret@host/prefix",
         "s3://bucket/prefix?key=secret",
