@@ -31,13 +31,13 @@ from quiver.stages.core.config import parse
 from quiver.stages.core.run.call import Call, Outcome
 from quiver.stages.core.run.stage_process import end_waiting, one_child_for_any_stage
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.storage import read_checked, with_checksum
+from quiver.stages.core.store.storage import with_checksum
 from quiver.stages.model import checkpoints
 
 from .calls import calls_of, perform, run_here
 from .estimation import estimate
 from .evaluation import measure
-from .look.sweeps import cell_rows, label_of
+from .look.sweeps import cell_rows, label_of, read
 from .recipe import Recipe
 from .rerun import find_refs, first_of_line, rerun
 from .retention import Retention
@@ -185,12 +185,12 @@ class _Running:
         named = recipe.sweep.rollouts or []
         refs = [named] if isinstance(named, str) else named
         rollouts = [str(self.store.resolve(ref, recipe.run)) for ref in refs]
-        self._before = _read(recipe, self.store) or {"cells": {}, "then": {}}
+        self._before = read(self.store, recipe.run, _name(recipe)) or {"cells": {}, "then": {}}
         # Functions, models and rollouts may have changed since: only what is found again counts.
         self.record = {**self._before, "cells": {}}
         self.record |= {"sweep": _name(recipe), "run": recipe.run, "rollouts": rollouts}
         self._recipe = recipe
-        self._key = _key(recipe)
+        self._key = f"{recipe.run}/sweeps/{_name(recipe)}.json"
 
     def train(self, part: str, cells: Sequence[Cell], train: Callable[[Cell], Outcome]) -> None:
         """Train each cell."""
@@ -313,7 +313,7 @@ def saved(recipe: Recipe) -> dict[str, Any]:
 
     Raises ConfigError if it was never begun.
     """
-    record = _read(recipe, Store(recipe.store, create=False))
+    record = read(Store(recipe.store, create=False), recipe.run, _name(recipe))
     if record is None:
         raise ConfigError(
             f"sweep of {recipe.run}",
@@ -367,15 +367,3 @@ _calls = partial(calls_of, runner=_run)
 def _name(recipe: Recipe) -> str:
     """Return the sweep's name, by what decides its results."""
     return digest(recipe.model_dump(mode="json", exclude={"store", "placement", "retention"}))[:12]
-
-
-def _key(recipe: Recipe) -> str:
-    return f"{recipe.run}/sweeps/{_name(recipe)}.json"
-
-
-def _read(recipe: Recipe, store: Store) -> dict[str, Any] | None:
-    """Return what is saved of the sweep; None if nothing is, or if it is damaged."""
-    try:
-        return read_checked(store.storage, _key(recipe))
-    except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
-        return None

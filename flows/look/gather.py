@@ -27,6 +27,7 @@ from quiver.stages.core.run.stage import is_made_alike
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.tags import Entry
 
+from . import sweeps
 from .episodes import FEW_BYTES, numbers_of
 from .nights import NightRow, nights_of, read_about
 
@@ -128,6 +129,8 @@ class Gathered:
     """References of expired versions: only the manifest is left."""
     branches: list[str]
     """Policies of the run that end other lines than this one."""
+    sweeps: list[sweeps.Shown]
+    """The run's sweeps."""
 
     @property
     def scores(self) -> dict[int, dict[str, Any]]:
@@ -320,6 +323,7 @@ def gather(store: Store, run: str, end: str | None = None) -> Gathered:
         gone=sorted(manifests.gone),
         expired=sorted(manifests.expired),
         branches=[ref for ref in ends if ref not in line],
+        sweeps=sweeps.sweeps_of(store, run),
     )
 
 

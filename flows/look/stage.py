@@ -34,6 +34,7 @@ from .gather import (
 )
 from .nights import HEADER
 from .plots import Panel, draw, night_panel, score_panel, step_panels
+from .sweeps import CONTINUED
 from .troubles import warnings
 
 FILE = "report.html"
@@ -128,6 +129,7 @@ def render(
             "step",
         ),
         nights_header=HEADER,
+        continued=CONTINUED,
         beside=beside,
         difference=difference,
         compared=compared,

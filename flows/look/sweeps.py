@@ -2,7 +2,9 @@
 cells start from.
 
     rows = cell_rows(store, record["cells"])        # the best first
-    lines = table_lines(rows)
+    table = table_of(rows, "toy/policy@0")
+    lines = sweep_lines(store, record)              # the table, and what to know about it
+    tables = sweeps_of(store, "toy")                # every sweep of a run, for its report
 
 A difference is told apart from 0 if its p-value, corrected for the number of cells by Holm's
 method, is at most 0.05. Its interval is not corrected. A cell that was only estimated counts too:
@@ -13,10 +15,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+from quiver.schemas.errors import CorruptError, LineageError
 from quiver.schemas.refs import parse
 from quiver.stages.core.store import Store
+from quiver.stages.core.store.storage import read_checked
 from quiver.stages.evaluate.statistics import CONFIDENCE, holm
 
 from .comparisons import interval_of
@@ -87,8 +93,9 @@ def labels_of(row: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def table_lines(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
-    """Return the rows as lines below a header. `baseline`: name of the policy compared with."""
+def table_of(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[list[str]]:
+    """Return the rows as cells of text, the header first. `baseline`: name of the policy compared
+    with."""
     names = list(labels_of(rows[0])) if rows else []
     tested = sum(row["p"] is not None or _is_only_estimated(row) for row in rows)
     against = f"against {baseline} (paired, 95 %, Holm over {tested})"
@@ -110,7 +117,7 @@ def table_lines(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[str]:
         table.append(
             [str(row["cell"]), *labels, row["policy"], score_of(row), difference, *numbers]
         )
-    return aligned(table, right=(0,))
+    return table
 
 
 def _unmeasured(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -152,13 +159,25 @@ def _equal_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def sweep_lines(store: Store, record: Mapping[str, Any]) -> list[str]:
-    """Return the whole table of a sweep and what to know about it."""
+@dataclass(frozen=True)
+class Shown:
+    """A sweep in words."""
+
+    start: str
+    """What all cells start from, and its score."""
+    cells: list[list[str]]
+    """The table, the header first."""
+    notes: list[str]
+    then: list[list[str]]
+    """The table of the cells that were trained further; empty if none was."""
+
+
+def show(store: Store, record: Mapping[str, Any]) -> Shown:
+    """Return a sweep's tables and what to know about them. Raises LineageError if a manifest is
+    gone."""
     rows = cell_rows(store, record["cells"])
     measured = store.version(parse(record["baseline"])).manifest
     start = measured.require_model("policy").ref
-    lines = [f"{start}, which all cells start from: score {score_of(measured.metrics)}", ""]
-    lines += [*table_lines(rows, start), ""]
     failed = sum(row["error"] is not None for row in rows)
     unmeasured = sum(map(_is_only_estimated, rows))
     done = sum(bool(row.get("cached")) for row in rows)
@@ -174,13 +193,46 @@ def sweep_lines(store: Store, record: Mapping[str, Any]) -> list[str]:
     text += f". The best of {len(rows)} is biased upwards"
     if record["rollouts"] and not record["then"]:
         text += ": `--then 1` trains the first 2 on fresh rollouts, and measures with other seeds"
-    lines += [f"{text}.", *_equal_lines(rows)]
+    notes = [f"{text}.", *_equal_lines(rows)]
     if unmeasured:
-        lines.append(
+        notes.append(
             f"{counted(unmeasured, 'cell')} only estimated, from {start}'s held-out rollouts: the "
             "interval ends below the best cell's. Without --estimate all are measured."
         )
-    if record["then"]:
-        lines += ["", "continued on fresh rollouts, measured on the same rows with other seeds:"]
-        lines += table_lines(cell_rows(store, record["then"]), start)
+    return Shown(
+        f"{start}, which all cells start from: score {score_of(measured.metrics)}",
+        table_of(rows, start),
+        notes,
+        table_of(cell_rows(store, record["then"]), start) if record["then"] else [],
+    )
+
+
+CONTINUED = "Continued on fresh rollouts, measured on the same rows with other seeds:"
+
+
+def sweep_lines(store: Store, record: Mapping[str, Any]) -> list[str]:
+    """Return `show` as lines for a terminal."""
+    shown = show(store, record)
+    lines = [shown.start, "", *aligned(shown.cells, right=(0,)), "", *shown.notes]
+    if shown.then:
+        lines += ["", CONTINUED, *aligned(shown.then, right=(0,))]
     return lines
+
+
+def read(store: Store, run: str, name: str) -> dict[str, Any] | None:
+    """Return what is saved of a run's sweep; None if nothing is, or if it is damaged."""
+    try:
+        return read_checked(store.storage, f"{run}/sweeps/{name}.json")
+    except (CorruptError, FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
+        return None
+
+
+def sweeps_of(store: Store, run: str) -> list[Shown]:
+    """Return every sweep of a run, by name. One that is damaged, or whose manifests are gone, is
+    left out."""
+    shown = []
+    for name in store.storage.list(f"{run}/sweeps"):
+        with suppress(LineageError, CorruptError):
+            if record := read(store, run, name.removesuffix(".json")):
+                shown.append(show(store, record))
+    return shown

@@ -82,6 +82,16 @@ def with_driver(clone: Path, version: str) -> str:
     return f"{smi.parent}{os.pathsep}{os.environ['PATH']}"
 
 
+def lying_python(clone: Path, lie: str) -> str:
+    """A Python that runs a line before what it is asked by `-c`."""
+    python = clone / "python"
+    python.write_text(
+        f'#!/bin/sh\nexec {sys.executable} -c "import sys; {lie}; exec(sys.argv[1])" "$2"\n'
+    )
+    python.chmod(0o755)
+    return str(python)
+
+
 def test_a_lock_is_installed_with_torch_from_its_own_index_and_another_lock_anew(clone):
     failed = setup(clone, TORCH_INDEX=index(clone, "own"))
     assert failed.returncode != 0
@@ -104,6 +114,10 @@ def test_a_lock_is_installed_with_torch_from_its_own_index_and_another_lock_anew
     without = setup(clone, LOCK=lock, PATH=path, CC="/no/such/cc")
     assert without.returncode != 0
     assert "No C compiler (/no/such/cc), and Triton needs one" in without.stderr
+    python = lying_python(clone, "import sysconfig; sysconfig.get_path = lambda *_: '/no/such'")
+    bare = setup(clone, LOCK=lock, PATH=path, CC="sh", PYTHON=python)
+    assert bare.returncode != 0
+    assert "There is no /no/such/Python.h, and Triton needs it" in bare.stderr
     assert (clone / ".venv/.installed-requirements-cpu.lock").exists(), "nothing was changed"
     again = setup(clone, LOCK=lock, PATH=path, TORCH_INDEX=index(clone, "torch"))
     assert again.returncode == 0, again.stderr
@@ -112,11 +126,7 @@ def test_a_lock_is_installed_with_torch_from_its_own_index_and_another_lock_anew
 
 
 def test_another_python_is_refused_at_once(clone):
-    python = clone / "python"
-    lie = "import sys; sys.version_info = (3, 14, 0); exec(sys.argv[1])"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{lie}" "$2"\n')
-    python.chmod(0o755)
-    failed = setup(clone, PYTHON=str(python))
+    failed = setup(clone, PYTHON=lying_python(clone, "sys.version_info = (3, 14, 0)"))
     assert failed.returncode != 0 and not (clone / ".venv").exists()
     assert "Quiver runs on Python 3.11 3.12 3.13, found 3.14: make setup PYTHON=" in failed.stderr
 

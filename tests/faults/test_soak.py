@@ -130,8 +130,8 @@ def test_a_long_run_under_random_faults(tmp_path, record_property):
     assert states(folder) <= {"COMPLETED", "CRASHED", "FAILED", "CANCELLED"}, "some stay Running"
     memory, files = np.median(grown or [[0, 0]], axis=0)
     assert memory < 1e6 and files < 0.05, grown
-    numbers, sizes = np.array(disk).T
-    assert len(disk) < 3 or np.polyfit(numbers, sizes, 1)[0] < 4096, disk
+    numbers, sizes = np.array(disk[1:] or disk).T  # the first run makes what stays for good
+    assert np.ptp(numbers) == 0 or np.polyfit(numbers, sizes, 1)[0] < 4096, disk
     again = quiver(folder, "run", "recipe.toml", *SCRIPTED, "--set", f"iterations={ITERATIONS}")
     assert len(again["iterations"]) == ITERATIONS, "already done"
     assert store.numbers("tiny", "policy") == list(range(ITERATIONS + 1))

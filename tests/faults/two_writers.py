@@ -25,7 +25,7 @@ from quiver.stages.core.store.retention import Rule, collect, remove
 from tests.faults import scenes
 from tests.faults.seam import watched
 
-_SECONDS = 10
+_SECONDS = 60
 _MOST_CALLS = 2_000
 Outcome = str | QuiverError
 

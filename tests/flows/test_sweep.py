@@ -12,16 +12,20 @@ from quiver.flows import dispatch
 from quiver.flows.calls import by_hand
 from quiver.flows.cli.sweeping import _csv_lines
 from quiver.flows.estimation import estimate
-from quiver.flows.look.sweeps import cell_rows, flat_row, sweep_lines, table_lines
+from quiver.flows.look.gather import gather
+from quiver.flows.look.stage import render
+from quiver.flows.look.sweeps import cell_rows, flat_row, sweep_lines, table_of
 from quiver.flows.recipe import load
 from quiver.flows.sweep import _hopeless, _Running, cells_of, saved, sweep
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.refs import parse
 from quiver.stages.core.run import stage_process
 from quiver.stages.core.store import Store, retention
+from quiver.stages.core.store.storage import with_checksum
 from quiver.stages.evaluate.comparison import compare
 from quiver.stages.evaluate.statistics import holm
 from tests.flows.conftest import stay_here, write_recipe
+from tests.flows.test_report import Page
 from tests.writing import run_here, run_iteration
 
 SWEEP = """
@@ -299,9 +303,9 @@ def test_a_cell_whose_interval_ends_below_another_ones_is_not_measured(made):
     assert _hopeless(entries) == {"a/policy@2"}
     rows = cell_rows(Store("store"), {"2": entries[1], "1": entries[0], "4": entries[3]})
     assert [row["cell"] for row in rows] == [1, 2, 4]
-    first, second, last = table_lines(rows, "a/policy@0")[1:]
-    assert "estimated 0.3450  0.2000 … 0.4900, not measured" in second
-    assert "0.6000" in first and "estimated" not in last
+    first, second, last = (line[3:5] for line in table_of(rows, "a/policy@0")[1:])
+    assert second == ["estimated 0.3450", "0.2000 … 0.4900, not measured"]
+    assert first[0] == "estimated 0.6000" and last == ["", "not measured"]
     assert flat_row("cells", rows[1])["estimate_high"] == 0.49
 
 
@@ -317,7 +321,23 @@ def test_a_cell_that_was_only_estimated_counts_in_the_correction(made, command):
     ps = sorted(row["p"] for row in rows if row["p"] is not None)
     assert [row["p"] for row in rows].count(None) == 2 and rows[-1]["p_holm"] is None
     assert sorted(row["p_holm"] for row in rows[:2]) == holm([*ps, 1.0, 1.0])[:2]
-    assert "Holm over 4)" in table_lines(rows, answer["baseline"])[0]
+    assert "Holm over 4)" in table_of(rows, answer["baseline"])[0][-3]
+
+
+def test_the_report_shows_sweeps_and_no_estimate_as_a_measurement(made, command):
+    command("sweep", "recipe.toml", "--set", "run=alike")
+    store, record = Store("store"), saved(load("recipe.toml", ["run=alike"]))
+    measured = table_of(cell_rows(store, record["cells"]), "tiny/policy@0")
+    expected = {"estimate": 0.1, "interval": [0.0, 0.2], "refused": None}
+    record["cells"]["3"] |= {"estimate": expected, "evaluation": None}
+    store.storage.put("alike/sweeps/estimated.json", with_checksum(record))
+    store.storage.put("alike/sweeps/damaged.json", b"{}")
+    estimated = table_of(cell_rows(store, record["cells"]), "tiny/policy@0")
+    page = Page(render(store, gather(store, "alike")))
+    assert all(row in page.rows for row in [*measured, *estimated])
+    assert sum("estimated 0.1000" in row and "0.0000 … 0.2000, not measured" in row
+               for row in page.rows) == 1  # fmt: skip
+    assert page.words.count("Sweeps") == 2 and "1 cell only estimated" in page.words
 
 
 def test_what_was_trained_further_is_forgotten_when_a_cell_cannot_be_measured_again(made):

@@ -14,6 +14,7 @@ import sys
 import numpy as np
 import pyarrow as pa
 import pytest
+from PIL import Image
 
 from quiver.flows.cli import viewing
 from quiver.flows.cli.shared import to_json
@@ -25,6 +26,7 @@ from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 from tests import sight
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
+from tests.browser import needs_chromium, num_colours, opened
 from tests.flows.conftest import CLI
 from tests.tiny import make_policy, tokenizer
 
@@ -166,6 +168,36 @@ def test_the_same_application_is_served_to_a_page_of_its_own(served):
         return ""
 
     assert "reward" in asyncio.run(asyncio.wait_for(screen(), 120))
+
+
+@needs_chromium
+def test_a_browser_shows_it_takes_keys_and_fetches_nothing_elsewhere(served, tmp_path):
+    async def look() -> tuple[Image.Image, Image.Image, list[dict]]:
+        async with opened(served, tmp_path / "profile") as tab:
+            seen = "document.body?.classList.contains('-first-byte')"
+            while not (await tab.ask("Runtime.evaluate", expression=seen))["result"].get("value"):
+                await asyncio.sleep(0.1)
+            before = await tab.still_picture()
+            await tab.press("?")
+            return before, await tab.still_picture(other_than=before), tab.events
+
+    before, after, events = asyncio.run(asyncio.wait_for(look(), 120))
+    assert num_colours(before) > 20 and num_colours(after) > 20
+    asked = {
+        event["params"]["requestId"]: event["params"]["request"]["url"]
+        for event in events
+        if event["method"] == "Network.requestWillBeSent"
+    }
+    refused = {
+        event["params"]["requestId"]
+        for event in events
+        if event["method"] == "Network.loadingFailed" and event["params"].get("blockedReason")
+    }
+    answered = [url for request, url in asked.items() if request not in refused]
+    assert answered and all(url.startswith((served, "data:", "blob:")) for url in answered)
+    assert [url.split("/")[2] for url in asked.values() if url not in answered] == [
+        "fonts.googleapis.com"
+    ]
 
 
 # -- tokens

@@ -120,7 +120,7 @@ class Disk:
     ) -> Stamp | None:
         path = self.local(key)
         for _ in range(_MOST_TRIES):
-            # another process may just have deleted the folder
+            # another process may just have deleted the folder, or the folder with the new object
             with contextlib.suppress(FileNotFoundError):
                 if flush_name:
                     make_folder(path.parent)
@@ -132,7 +132,8 @@ class Disk:
                     return None
                 if flush_name:
                     sync(path.parent)
-                return self._stamp(key)
+                if stamp := self._stamp(key):
+                    return stamp
         raise FileNotFoundError(errno.ENOENT, "its folder cannot be made", str(path))
 
     def put(

@@ -623,7 +623,8 @@ class Staging:
 
         What happens to an error of the work, the first that is true:
 
-            CommittedByOther                          swallowed; the version exists
+            CommittedByOther, all kinds are there     swallowed
+            CommittedByOther, only first kinds are    BusyError: another process took over
             OutcomeUnknownError                       raised: it is from this process's own commit
             lease held, no file of `.work` vanished   raised
             the version is committed                  swallowed, with a warning
@@ -633,7 +634,8 @@ class Staging:
         try:
             yield
         except CommittedByOther:
-            return
+            if not self.last.is_committed():
+                raise taken_over(self.plan.name) from None
         except OutcomeUnknownError:
             raise
         except Exception as error:

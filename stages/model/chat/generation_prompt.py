@@ -115,13 +115,13 @@ def reserved_ids(policy: Version) -> set[int]:
     These are begin, end and pad tokens, and placeholders of pictures, videos and sounds.
     """
     config = checkpoints.model_config(policy)
-    ids: set[Any] = set()
+    ids: list[Any] = []
     with suppress(ConfigError):  # the model names no end token
-        ids.update(checkpoints.end_token_ids(policy))
+        ids += checkpoints.end_token_ids(policy)
     for section in (config, config.get("text_config") or {}):
         for name, value in section.items():
             if name.endswith(("token_id", "token_index")):
-                ids.update(value if isinstance(value, list) else [value])
+                ids += value if isinstance(value, list) else [value]
     return {id for id in ids if type(id) is int}
 
 

@@ -258,9 +258,13 @@ def compute_outputs(
     """
     outputs = torch.zeros(3, int(sequences.completions.offsets[-1]))
     with policy.context():
-        for layout in policy.layouts(microbatches, sequences):
-            places = sequences.completions.places(layout.rows)
-            for row, output in zip(outputs, policy(layout), strict=True):
-                if output is not None:
-                    row[places] = output.float().cpu()
+        # read nothing back before all passes are queued: reading waits for the GPU
+        finished = [
+            (layout.rows, policy(layout)) for layout in policy.layouts(microbatches, sequences)
+        ]
+    for rows, of_microbatch in finished:
+        places = sequences.completions.places(rows)
+        for row, output in zip(outputs, of_microbatch, strict=True):
+            if output is not None:
+                row[places] = output.float().cpu()
     return outputs

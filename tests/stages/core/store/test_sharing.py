@@ -8,10 +8,12 @@ import pytest
 
 from quiver.flows.verification import verify
 from quiver.schemas.errors import BusyError, ConfigError, LineageError
+from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import sharing
 from quiver.stages.core.store.retention import remove
 from quiver.stages.core.store.sharing import CommittedByOther
 from quiver.stages.core.store.storage import with_checksum
+from quiver.stages.core.store.writer import open_staging
 from tests.stages.core.store.test_store import (
     CLOSING,
     PUBLISHING,
@@ -198,6 +200,12 @@ def test_an_error_after_the_others_have_committed_is_none(store, caplog):
     assert late.done.ref == quick.done.ref
     assert "a/logprobs@1 was finished by others; here: the engine is gone" in caplog.text
     require_one(store)
+
+
+def test_one_that_was_overtaken_before_the_last_kind_is_committed_is_told(store):
+    plan = Plan(store, "optimize", 1, Settings(), "a", ("advantages", "updates", "policy"))
+    with pytest.raises(BusyError, match="took over"), open_staging(plan):
+        raise CommittedByOther  # the other has committed the first kind, and is at the next
 
 
 def test_what_can_not_be_shared_says_so(store):

@@ -104,14 +104,19 @@ def test_of_many_who_put_an_object_at_once_one_does(storage):
     assert storage.list("leases") == ["1"]
 
 
+@pytest.mark.parametrize("moment", ["before it is there", "after"])
 @pytest.mark.parametrize("name", [False, True])
-def test_an_object_is_put_where_another_process_deletes_the_folder_just_then(storage, name):
+def test_an_object_is_put_where_another_process_deletes_the_folder_just_then(storage, name, moment):
     deletions = [1, 1]
 
     def around(call_name, path, call):
-        if call_name == "link" and deletions:
+        if call_name == ("unlink" if moment == "after" else "link") and deletions:
             deletions.pop()
+            if moment == "after":
+                call()
             storage.delete("a/b/")
+            if moment == "after":
+                return None
         return call()
 
     with watched(around):

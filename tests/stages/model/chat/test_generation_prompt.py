@@ -1,14 +1,19 @@
 """Where the assistant's text begins, in published templates: headers written by hand, prefilled
 text told from them."""
 
+import json
+
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
 from quiver.stages.model.chat.control_tokens import Guard
-from quiver.stages.model.chat.generation_prompt import learn_start, prefill
+from quiver.stages.model.chat.generation_prompt import learn_start, prefill, reserved_ids
 from quiver.stages.model.chat.template import Template
 from tests.stages.reward.reward_models import FAMILIES, Family, byte_tokenizer
+from tests.tiny import EOS, make_folder
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 # its way with reasoning: kept in the last turn alone, where an empty block stands if there is none
@@ -137,3 +142,13 @@ def test_a_template_may_fail_and_render_again():
             made.render("t", [user, user])
         assert made.render("t", [user], mark="!") == "hi\0!"
         assert made.render("t", [user]) == "hi\0."
+
+
+def test_what_a_config_names_and_is_no_id_is_not_reserved(tmp_path):
+    """Python compares neither dicts nor lists of lists by hash."""
+    config = json.loads((make_folder(tmp_path / "model") / "config.json").read_text())
+    config |= {"bos_token_id": {"a": 1}, "image_token_id": [[7], 9], "pad_token_id": "x"}
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    store, imported = Store(tmp_path / "store"), {"model": str(tmp_path / "model")}
+    ref = run_stage("policy", imported, store, into="a", in_process=True)
+    assert reserved_ids(store.open(ref)) == {EOS, 9}
