@@ -178,6 +178,9 @@ def test_a_browser_shows_it_takes_keys_and_fetches_nothing_elsewhere(served, tmp
             while not (await tab.ask("Runtime.evaluate", expression=seen))["result"].get("value"):
                 await asyncio.sleep(0.1)
             before = await tab.still_picture()
+            await tab.ask(
+                "Runtime.evaluate", expression="document.querySelector('textarea').focus()"
+            )
             await tab.press("?")
             return before, await tab.still_picture(other_than=before), tab.events
 
