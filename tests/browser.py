@@ -77,8 +77,9 @@ async def opened(
     url: str, folder: Path, width: int = 1000, height: int = 700
 ) -> AsyncIterator[Tab]:
     """A page of a browser whose profile is the new `folder`."""
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"]
-    options += [f"--user-data-dir={folder}", f"--window-size={width},{height}"]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    options += ["--remote-debugging-port=0", f"--user-data-dir={folder}"]
+    options += [f"--window-size={width},{height}"]
     browser = await asyncio.create_subprocess_exec(
         "chromium", *options, "about:blank", stderr=asyncio.subprocess.DEVNULL
     )

@@ -7,7 +7,6 @@ import json
 import math
 import random
 import re
-import shutil
 import subprocess
 from collections import Counter
 from contextlib import chdir
@@ -28,6 +27,7 @@ from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.store import Store
 from quiver.stages.model.media.decoder import open_clip, open_image
+from tests.browser import needs_chromium
 from tests.writing import run_here, run_iteration
 
 ROOT = Path(__file__).parents[2]
@@ -319,7 +319,7 @@ def test_the_reports_own_policy_lets_its_pictures_show_and_nothing_else(page):
     assert {url.partition(":")[0] for url in re.findall(r'\ssrc="([^"]+)"', content)} == {"data"}
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no Chromium")
+@needs_chromium
 def test_a_browser_shows_every_picture_of_the_report(page, tmp_path):
     """The page runs no script, so a page around it looks."""
     around = tmp_path / "around.html"
@@ -332,7 +332,7 @@ def test_a_browser_shows_every_picture_of_the_report(page, tmp_path):
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
     profile = f"--user-data-dir={tmp_path / 'profile'}"
     command = ["chromium", *options, profile, "--dump-dom", around.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     (widths,) = re.findall(r'<p id="widths">([^<]+)</p>', done.stdout)
     assert len(json.loads(widths)) >= 10 and {*json.loads(widths)} == {32}
 

@@ -184,7 +184,7 @@ def test_a_browser_shows_it_takes_keys_and_fetches_nothing_elsewhere(served, tmp
             await tab.press("?")
             return before, await tab.still_picture(other_than=before), tab.events
 
-    before, after, events = asyncio.run(asyncio.wait_for(look(), 120))
+    before, after, events = asyncio.run(asyncio.wait_for(look(), 300))
     assert num_colours(before) > 20 and num_colours(after) > 20
     asked = {
         event["params"]["requestId"]: event["params"]["request"]["url"]
