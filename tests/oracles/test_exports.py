@@ -60,9 +60,18 @@ def trained(made, folder: Path, name: str, rows):
     return trainer
 
 
-@pytest.mark.parametrize("ids", [False, True])
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("name, format", [("DPO", "dpo"), ("KTO", "kto"), ("SFT", "sft"), ("Reward", "reward")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "format", "ids"),
+    [
+        ("DPO", "dpo", False),
+        ("KTO", "kto", False),
+        ("SFT", "sft", False),
+        ("SFT", "sft", True),
+        ("Reward", "reward", False),
+        ("Reward", "reward", True),
+    ],
+)
 def test_a_trainer_takes_a_step(made, tmp_path, name, format, suffix, ids):
     trainer = trained(made, tmp_path, name, rows_of(made, tmp_path, suffix, format, ids=ids))
     assert trainer.state.global_step == 1

@@ -87,6 +87,8 @@ def test_two_trainings_and_an_evaluation_are_one_run(
     folder = tmp_path / "logs"
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+    for module in [each for each in sys.modules if each.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, module)  # another test's: it reads its folder once
     made = world.make(store, policy, world.even_share)
     config = world.config(trackers=[name], tracker_folder=str(folder), max_staleness=1)
     first = world.trained(store, policy, made, config)
