@@ -79,7 +79,6 @@ async def opened(
     """A page of a browser whose profile is the new `folder`."""
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     options += ["--remote-debugging-port=0", f"--user-data-dir={folder}"]
-    options += [f"--window-size={width},{height}"]
     browser = await asyncio.create_subprocess_exec(
         "chromium", *options, "about:blank", stderr=asyncio.subprocess.DEVNULL
     )
@@ -97,6 +96,9 @@ async def opened(
                 tab = Tab(socket)
                 for domain in ("Page", "Network", "Runtime"):
                     await tab.ask(f"{domain}.enable")
+                size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+                await tab.ask("Emulation.setDeviceMetricsOverride", **size)
+                await tab.ask("Emulation.setScrollbarsHidden", hidden=True)
                 await tab.ask("Page.navigate", url=url)
                 yield tab
     finally:

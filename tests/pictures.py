@@ -26,13 +26,13 @@ DOCS = Path(__file__).parents[1] / "deployments/docs"
 
 async def picture_of_view(store: Store) -> str:
     """SVG of the rollouts that the last policy learned from, the best first."""
-    app = ViewApp(store, pair(store, "demo/policy@latest", None))
+    app = ViewApp(store, pair(store, "demo/policy@5", None))
     async with app.run_test(size=(118, 34)) as pilot:
         for key in ("b", *["down"] * 9):
             await pilot.press(key)
             await app.workers.wait_for_complete()
             await pilot.pause()
-        picture = app.export_screenshot(title="quiver view demo/policy@latest")
+        picture = app.export_screenshot(title="quiver view demo/policy@5")
     return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # no font from elsewhere
 
 
@@ -58,8 +58,8 @@ def main() -> None:
         report = Path(folder) / "report.html"
         subprocess.run([*COMMAND, "report", "demo", "-o", report, "--store", path], check=True)
         asyncio.run(picture_of(report.as_uri(), DOCS / "report.png", 1000, 900))
-        asyncio.run(picture_of(f"{report.as_uri()}#sweeps", DOCS / "sweep.png", 1240, 480))
-    view = [*COMMAND, "view", "demo/policy@latest", "--web", "--json", "--store", path]
+        asyncio.run(picture_of(f"{report.as_uri()}#sweeps", DOCS / "sweep.png", 1240, 380))
+    view = [*COMMAND, "view", "demo/policy@5", "--web", "--json", "--store", path]
     with subprocess.Popen(view, stdout=subprocess.PIPE, text=True) as serving:
         url = json.loads(serving.stdout.readline())["url"]
         asyncio.run(picture_of(url, DOCS / "web.png", 1100, 640, keys="b"))
