@@ -109,7 +109,7 @@ class Disk:
         path = str(self._root)
         for name in key.split("/")[:-1]:
             path = os.path.join(path, name)  # pathlib is slow for ten thousand manifests
-            if name and os.path.islink(path):
+            if os.path.islink(path):
                 name = os.path.relpath(path, self._root)  # noqa: PLW2901
                 raise CorruptError(name, "is a link", next=f"replace {path} by the folder itself")
 

@@ -181,6 +181,14 @@ def test_a_file_that_a_library_wrote_is_flushed_with_its_name(storage):
     assert paths == [str(path), str(path.parent)]
 
 
+def test_a_file_from_elsewhere_is_copied(storage, tmp_path_factory):
+    path = tmp_path_factory.mktemp("elsewhere") / "file"
+    path.write_bytes(b"its bytes")
+    expected = 9, hashlib.sha256(b"its bytes").hexdigest()
+    assert storage.put_file("a/b/file", path) == expected
+    assert storage.read("a/b/file") == path.read_bytes() == b"its bytes"
+
+
 def test_names_that_other_processes_made_are_flushed(storage):
     storage.put("kind/object", b"")
     with flushes() as paths:
