@@ -30,7 +30,10 @@ PLANTED = (
         "stages/core/store/disk.py",
         "closed, folder.parents[1], self._root):",
         "closed):",
-        (f"{FAULTS}/test_power_loss.py::test_every_state_is_whole",),
+        (
+            "tests/stages/core/store/test_storage.py"
+            "::test_a_version_is_flushed_with_the_names_of_its_kind_and_run",
+        ),
     ),
     Planted(
         "failed_flush_is_passed_over",

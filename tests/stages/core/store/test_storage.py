@@ -252,6 +252,15 @@ def test_what_is_published_is_there_at_once_and_only_where_nothing_is(storage):
     assert storage.list("kind") == ["v1", "v2"]
 
 
+def test_a_version_is_flushed_with_the_names_of_its_kind_and_run(storage):
+    storage.put("run/kind/work/deep/weights", b"ww")
+    with flushes() as paths:
+        storage.publish("run/kind/work", TOKENS[0], "run/kind/v1", b"{}", {"deep/weights": 2})
+    closed = f"run/kind/work.{TOKENS[0]}"
+    _, *folders = [os.path.relpath(path, storage.local("")) for path in paths]
+    assert folders == [f"{closed}/deep", closed, "run", ".", "run/kind"]
+
+
 def test_what_was_taken_away_is_not_published(storage):
     with pytest.raises(FileNotFoundError):
         publish(storage)
