@@ -108,6 +108,12 @@ def _compare(
                 "sample once without it: if the gap is small then, take a finer quantization, or "
                 "raise optimize.audit.max_mean_gap and let optimize.correction bound the weights"
             )
+        if objective.config.has_nf4_base:
+            cause += ", or with the base's exact weights, while the trainer has them in 4 bits"
+            next_step = (
+                "in the first iteration, raise optimize.audit.max_mean_gap above this gap, or set "
+                "optimize.lora.base = 'exact'; later rollouts are of the rounded weights"
+            )
         if not report["mean_gap"] <= limit:
             raise _too_far(
                 f"{name} differ from the engine's by {report['mean_gap']:.4f} nats per token on "
