@@ -111,8 +111,8 @@ def _compare(
         if objective.config.has_nf4_base:
             cause += ", or with the base's exact weights, while the trainer has them in 4 bits"
             next_step = (
-                "in the first iteration, raise optimize.audit.max_mean_gap above this gap, or set "
-                "optimize.lora.base = 'exact'; later rollouts are of the rounded weights"
+                "start the run from the rounded base (policy.model = "
+                "'quiver.stages.optimize.nf4:rounded'), or raise optimize.audit.max_mean_gap"
             )
         if not report["mean_gap"] <= limit:
             raise _too_far(

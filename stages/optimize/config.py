@@ -158,9 +158,10 @@ class Lora(base.Config):
     and vLLM gets both."""
     base: Literal["exact", "nf4"] = "exact"
     """The frozen weights. exact: as they are. nf4: linear layers of the language model in 4 bits,
-    as in QLoRA (https://arxiv.org/abs/2305.14314). The next policy is then the rounded base plus
-    the adapter, but the first rollouts are of the exact one. Needs the extra `8bit`. Not with `save
-    = "adapter"` or `shard`."""
+    as in QLoRA (https://arxiv.org/abs/2305.14314). The next policy is the rounded base plus the
+    adapter; start from a base that `quiver.stages.optimize.nf4:rounded` makes, so that the first
+    rollouts are of rounded weights too. Needs the extra `8bit`. Not with `save = "adapter"` or
+    `shard`."""
 
     @model_validator(mode="after")
     def _check_base(self) -> Lora:

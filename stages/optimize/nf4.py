@@ -2,6 +2,7 @@
 
     quantize_frozen(model, device)     # after the adapters are attached
     layer.dequantized()                # a plain layer with the rounded weights
+    rounded(folder, "Qwen/Qwen3-8B")   # a base whose first rollouts are of the rounded weights
 
 A weight is one of 16 values times the largest magnitude of its block of 64. That magnitude is in
 float32, so rounded weights stay the same if they are quantized again. Passes multiply with the
@@ -14,15 +15,25 @@ Not of the spine: only a recipe with `optimize.lora.base = "nf4"` uses it.
 from __future__ import annotations
 
 import logging
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+)
 
+from quiver.stages.model.checkpoints import find_folder, model_files
+from quiver.stages.model.families import modalities_of
 from quiver.stages.model.forward.gpu.choice import uncast
 from quiver.stages.model.forward.media import vision_parameters
 from quiver.stages.model.forward.projections import product, product_dtype
-from quiver.stages.model.loading import read_by_linear_layers_alone
+from quiver.stages.model.loading import load_pretrained, read_by_linear_layers_alone
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,15 +50,45 @@ def quantize_frozen(model: PreTrainedModel, device: torch.device) -> None:
     directly, nor layers that share their weight. Joint weights of experts, and gpt2's and falcon's
     own layers, stay as they are.
     """
-    kept = {*vision_parameters(model), model.get_output_embeddings().weight}
-    frozen = {each for each in read_by_linear_layers_alone(model) if not each.requires_grad} - kept
     num_weights = 0
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and module.weight in frozen:
-            num_weights += module.weight.numel()
-            model.set_submodule(name, Nf4Linear(module, device))
+    for name, linear in _plain_layers(model):
+        if not linear.weight.requires_grad:
+            num_weights += linear.weight.numel()
+            model.set_submodule(name, Nf4Linear(linear, device))
     model.to(device)
     log.info("lora: %d weights of the base are in 4 bits", num_weights)
+
+
+def _plain_layers(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
+    """Return the linear layers that can be in 4 bits, by name."""
+    alone = {*read_by_linear_layers_alone(model)} - {*vision_parameters(model)}
+    alone.discard(model.get_output_embeddings().weight)
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and module.weight in alone
+    ]
+
+
+def rounded(folder: Path, model: str, revision: str | None = None) -> None:
+    """Write `model`, a directory or hub id, into `folder` with the weights that training on it in
+    4 bits has. A recipe names this function as `policy.model`."""
+    source = find_folder(model, revision, "policy.arguments.model")
+    config = AutoConfig.from_pretrained(source)
+    loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    if modalities_of(config.to_dict()):
+        loader = AutoModelForMultimodalLM
+    loaded = load_pretrained(loader, source, model, dtype="auto")
+    for _, linear in _plain_layers(loaded):
+        for _ in range(2):  # 16 bits round the blocks' scales too, and then the weights are final
+            weight = Nf4Linear(linear, torch.device("cpu")).weight
+            linear.weight.data = weight.to(linear.weight.dtype)
+    loaded.save_pretrained(folder)
+    for file in model_files(source):
+        if file.name != "config.json" and ".safetensors" not in file.name:
+            target = folder / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
 
 
 class Nf4Linear(nn.Module):
