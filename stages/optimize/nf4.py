@@ -46,9 +46,8 @@ def quantize_frozen(model: PreTrainedModel, device: torch.device) -> None:
     """Replace the frozen linear layers of the language model in place by layers in 4 bits on
     `device`, and move the rest there.
 
-    Only plain `nn.Linear` layers are replaced, neither the output embedding, which is read
-    directly, nor layers that share their weight. Joint weights of experts, and gpt2's and falcon's
-    own layers, stay as they are.
+    Only plain `nn.Linear` layers are replaced, and not the output embedding, whose weight is read
+    directly. Joint weights of experts, and gpt2's and falcon's own layers, stay as they are.
     """
     num_weights = 0
     for name, linear in _plain_layers(model):
@@ -73,7 +72,7 @@ def _plain_layers(model: PreTrainedModel) -> list[tuple[str, nn.Linear]]:
 def rounded(folder: Path, model: str, revision: str | None = None) -> None:
     """Write `model`, a directory or hub id, into `folder` with the weights that training on it in
     4 bits has. A recipe names this function as `policy.model`."""
-    source = find_folder(model, revision, "policy.arguments.model")
+    source = find_folder(model, revision, "policy.model")
     config = AutoConfig.from_pretrained(source)
     loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     if modalities_of(config.to_dict()):
