@@ -266,6 +266,7 @@ class Estimate:
                 ranks=ranks if config.shard else 1,
                 is_8bit=config.optimizer == "adamw_8bit",
                 moments_on_host=config.moments_on_host,
+                has_nf4_base=config.has_nf4_base,
             )
 
         asleep = self.asleep(on_gpu)
@@ -276,6 +277,8 @@ class Estimate:
         note = f"micro-batches of {self._microbatch(budget, in_step):.0f} tokens, {precision}"
         if config.optimizer == "adamw_8bit":
             note += ", moments in 8 bits"
+        if config.has_nf4_base:
+            note += ", base in 4 bits"
         if config.moments_on_host and on_gpu:
             note += ", moments in host memory"
         if recomputes:
@@ -406,6 +409,7 @@ class Estimate:
             changes += [ranks, ranks | cheaper] if count > 1 else []
             few_bytes = {"optimizer": "adamw_8bit"}
             changes += [few_bytes, few_bytes | cheaper, {"lora": {}}, {"lora": {}, **cheaper}]
+            changes += [{"lora": {"base": "nf4"}, **cheaper}]
             fewest = few_bytes | {"precision": "bf16_stochastic"} | cheaper
             changes += [fewest, fewest | {"moments_on_host": True}]
             for change in changes:

@@ -40,7 +40,7 @@ EXTRAS = {
     "gguf": "import a .gguf file as the base model",
     "audio": "clips in prompts",
     "lora": "train adapters instead of all weights",
-    "8bit": "AdamW's moments in 8 bits",
+    "8bit": "AdamW's moments in 8 bits, a frozen base in 4",
     "rewards": "the reward math",
     "server": "serve a [reward] section over HTTP",
     "demo": "the model of the demo",

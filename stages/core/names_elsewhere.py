@@ -25,6 +25,7 @@ KEYS = {
     "importance_sampling_level": "optimize.algorithm",
     "kl_ctrl": "optimize.kl_target",
     "kl_loss_coef": "optimize.kl_coef",
+    "load_in_4bit": "optimize.lora.base",
     "lora_alpha": "optimize.lora.alpha",
     "lora_rank": "optimize.lora.rank",
     "loss_agg_mode": "optimize.aggregation",

@@ -135,7 +135,7 @@ def resolve(config: PolicyConfig) -> PolicyConfig:
         if path.is_dir():
             check_folder(path, config.model)
             require_trainable(path, config.model)
-        source_hash = digest(hash_files(_model_files(path), remembered=True))
+        source_hash = digest(hash_files(model_files(path), remembered=True))
     _require_hash(config, source_hash)
     return config.model_copy(update={"source_hash": source_hash, "revision": revision})
 
@@ -175,11 +175,11 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             from_function.make(config.model, function, config.arguments, writer.folder)
             check_folder(writer.folder, config.model)
             move_templates_into_config(writer.folder, writer.folder)
-            for path in {*writer.folder.iterdir()} - {*_model_files(writer.folder)}:
+            for path in {*writer.folder.iterdir()} - {*model_files(writer.folder)}:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         else:
             path, commit = locate(config.model, config.revision)
-            files = _model_files(path)
+            files = model_files(path)
             _require_hash(config, digest(hash_files(files)))
             if path.is_file():
                 convert_gguf(path, writer.folder, config.dtype)
@@ -247,7 +247,7 @@ def locate(name: str, revision: str | None, field: str = "policy.model") -> tupl
     return folder, folder.name  # the hub's cache names a snapshot by its commit
 
 
-def _model_files(path: Path) -> list[Path]:
+def model_files(path: Path) -> list[Path]:
     """Return the GGUF file, or the files of a folder that make up the model."""
     if path.is_file():
         return [path]
@@ -293,7 +293,7 @@ def folder_model_entry(role: str, name: str, folder: Path, *, remembered: bool) 
         remembered: If true, hashes cached on this host are enough, as for a plan. A new manifest
             needs False, which reads every byte.
     """
-    return _model_entry(role, name, hash_files(_model_files(folder), remembered=remembered))
+    return _model_entry(role, name, hash_files(model_files(folder), remembered=remembered))
 
 
 def model_entry(role: str, version: Version) -> ModelEntry:

@@ -47,6 +47,8 @@ _TRAINING_LIBRARIES = (0.85e9, 0.8e9)
 _VLLM_LIBRARIES = (0.93e9, SLEEPING_BYTES)  # on a GPU with its CUDA graphs
 _MOMENTS_8BIT = 2 * (1 + 4 / 256)
 """Bytes of a weight's two moments in 8 bits, and of their blocks' scales."""
+_NF4 = 1 / 2 + 4 / 64
+"""Bytes of a weight in 4 bits, and of its block's scale."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Shape:
     """Weights of the output embedding, which may be shared with the input."""
     is_tied: bool
     largest_layer: int
+    linear: int
+    """Weights of linear layers within the layers."""
     layers: int
     hidden: int
     intermediate: int
@@ -88,7 +92,8 @@ def shape_of(config: transformers.PreTrainedConfig) -> Shape:
         loader = transformers.AutoModelForMultimodalLM
     with load_errors(name), torch.device("meta"):
         model = loader.from_config(config)
-    layers = [_count(layer) for layer in layers_of(model)]
+    modules = [*layers_of(model)]
+    layers = [_count(layer) for layer in modules]
     if not layers:
         message = "its memory cannot be estimated: it has no layers of a known kind"
         raise ConfigError(name, message, next=_NOT_KNOWN)
@@ -114,6 +119,12 @@ def shape_of(config: transformers.PreTrainedConfig) -> Shape:
         head=head.numel(),
         is_tied=head is model.get_input_embeddings().weight,
         largest_layer=max(layers),
+        linear=sum(
+            part.weight.numel()
+            for layer in modules
+            for part in layer.modules()
+            if type(part) is nn.Linear
+        ),
         layers=len(layers),
         hidden=text.hidden_size,
         intermediate=intermediate,
@@ -203,6 +214,7 @@ def training(
     ranks: int = 1,
     is_8bit: bool = False,
     moments_on_host: bool = False,
+    has_nf4_base: bool = False,
 ) -> dict[str, float]:
     """Return the bytes of a training process.
 
@@ -218,6 +230,7 @@ def training(
         is_8bit: True with moments in 8 bits, gradients in bfloat16 (float32 if sharded), and casts
             that are not kept between passes.
         moments_on_host: True if the moments take none of the GPU's memory.
+        has_nf4_base: True if adapters are trained on linear layers of 4 bits.
     """
     trained = shape.weights
     weights = _weights(shape, precision)
@@ -230,6 +243,8 @@ def training(
         trained = lora_rank * sides * shape.layers
         if precision == "bf16" and ranks == 1:  # a frozen product's weights are bfloat16 alone
             weights -= 4 * shape.in_layers + (2 if shape.is_tied else 4) * shape.head
+        if has_nf4_base:
+            weights -= (_width(precision) - _NF4) * shape.linear
         weights += 4 * trained
     models = 2 if has_critic else 1
     width = _width(precision)
@@ -248,6 +263,8 @@ def training(
         if precision == "bf16":
             cast = shape.largest_layer if recomputes else shape.in_layers
             memory["whole for a moment"] += 2 * (cast + shape.head)
+    elif has_nf4_base:
+        memory["whole for a moment"] = width * shape.hidden * shape.intermediate
     stream = width if precision == "bf16_stochastic" else 4
     normed = 2 * shape.hidden if on_gpu else 0
     copies = 2

@@ -99,16 +99,11 @@ def _compare(
     report: dict[str, Any] = {}
     if unbiased_rows:
         report = {**_measure_rows(objective, batch, logprobs, unbiased_rows), "judged": "mean_gap"}
-        cause = "with other weights or another temperature, or reported raw logprobs"
-        next_step = ""
-        if rounding := _quantization(batch, unbiased_rows):
+        rounding = _quantization(batch, unbiased_rows)
+        if rounding:
             report["quantization"] = rounding
-            cause += f", or its rounding ({rounding}) is too coarse for this model"
-            next_step = (
-                "sample once without it: if the gap is small then, take a finer quantization, or "
-                "raise optimize.audit.max_mean_gap and let optimize.correction bound the weights"
-            )
         if not report["mean_gap"] <= limit:
+            cause, next_step = _cause(objective, rounding)
             raise _too_far(
                 f"{name} differ from the engine's by {report['mean_gap']:.4f} nats per token on "
                 f"average (at most {report['max_gap']:.3f}), allowed is "
@@ -135,6 +130,25 @@ def _compare(
             )
         report = {**report, "biased": biased_report} if report else biased_report
     return report
+
+
+def _cause(objective: Objective, rounding: str) -> tuple[str, str]:
+    """Return what may have caused a large gap, and what to do about it (empty: the usual), if the
+    engine sampled with `rounding`."""
+    cause = "with other weights or another temperature, or reported raw logprobs"
+    if rounding:
+        return (
+            f"{cause}, or its rounding ({rounding}) is too coarse for this model",
+            "sample once without it: if the gap is small then, take a finer quantization, or raise "
+            "optimize.audit.max_mean_gap and let optimize.correction bound the weights",
+        )
+    if objective.config.has_nf4_base:
+        return (
+            f"{cause}, or with the base's exact weights, while the trainer has them in 4 bits",
+            "start the run from the rounded base (policy.model = "
+            "'quiver.stages.optimize.nf4:rounded'), or raise optimize.audit.max_mean_gap",
+        )
+    return cause, ""
 
 
 def _quantization(batch: Batch, rows: Sequence[int]) -> str:

@@ -62,6 +62,7 @@ def choose_budget(
             ranks=accelerator.num_processes if config.shard else 1,
             is_8bit=config.optimizer == "adamw_8bit",
             moments_on_host=config.moments_on_host,
+            has_nf4_base=config.has_nf4_base,
         )
 
     recomputes = config.activation_checkpointing

@@ -24,7 +24,7 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.model import checkpoints
 
 if TYPE_CHECKING:
-    from .config import Config
+    from .config import Config, Lora
     from .inputs import RolloutSet
 
 _TRACKERS = (
@@ -226,14 +226,16 @@ def check_trackers(trackers: Sequence[str], folder: str | None) -> None:
         )
 
 
-def check_peft() -> None:
-    """Raise ConfigError if peft is not installed."""
+def check_lora(config: Lora) -> None:
+    """Raise ConfigError if peft or, for a base of 4 bits, bitsandbytes is not installed."""
     _check_installed("peft", "optimize.lora", '"quiver-rl[lora]"')
+    if config.base == "nf4":
+        check_8bit("optimize.lora.base nf4")
 
 
-def check_8bit() -> None:
-    """Raise ConfigError if bitsandbytes, which quantizes moments, is not installed."""
-    _check_installed("bitsandbytes", "optimize.optimizer adamw_8bit", '"quiver-rl[8bit]"')
+def check_8bit(setting: str = "optimize.optimizer adamw_8bit") -> None:
+    """Raise ConfigError about `setting` if bitsandbytes, which quantizes, is not installed."""
+    _check_installed("bitsandbytes", setting, '"quiver-rl[8bit]"')
 
 
 def _check_installed(package: str, setting: str, requirement: str) -> None:

@@ -156,6 +156,21 @@ class Lora(base.Config):
     """Contents of the next policy. merged: the whole model in float32, and the adapter. adapter:
     only the adapter, about a hundredth of the disk; its readers put it on the base as they load it,
     and vLLM gets both."""
+    base: Literal["exact", "nf4"] = "exact"
+    """The frozen weights. exact: as they are. nf4: linear layers of the language model in 4 bits,
+    as in QLoRA (https://arxiv.org/abs/2305.14314). The next policy is the rounded base plus the
+    adapter; start from a base that `quiver.stages.optimize.nf4:rounded` makes, so that the first
+    rollouts are of rounded weights too. Needs the extra `8bit`. Not with `save = "adapter"` or
+    `shard`."""
+
+    @model_validator(mode="after")
+    def _check_base(self) -> Lora:
+        if self.base == "nf4" and self.save == "adapter":
+            raise ValueError(
+                "base 'nf4' does not go with save = 'adapter', whose readers would put the adapter "
+                "on the exact weights: set save = 'merged', or base = 'exact'"
+            )
+        return self
 
 
 class Config(base.Config):
@@ -440,10 +455,15 @@ class Config(base.Config):
                 "save_dtype is for merged weights, and lora.save = 'adapter' saves none: leave one "
                 "out"
             )
-        if self.shard and (is_narrow or self.moments_on_host):
-            conflicting = f"precision {self.precision!r}" if is_narrow else "moments_on_host"
+        not_sharded = {
+            f"precision {self.precision!r}": is_narrow,
+            "moments_on_host": self.moments_on_host,
+            "lora.base = 'nf4'": self.has_nf4_base,
+        }
+        conflicting = [setting for setting, is_set in not_sharded.items() if is_set]
+        if self.shard and conflicting:
             raise ValueError(
-                f"{conflicting} does not go with shard, whose ranks hold their rows of float32 "
+                f"{conflicting[0]} does not go with shard, whose ranks hold their rows of float32 "
                 "weights and moments on their devices: leave one out"
             )
         if self.kl_in_reward and self.kl_coef == 0:
@@ -649,6 +669,11 @@ class Config(base.Config):
         return plugins.fingerprint(
             plugins.locate(self.algorithm, "optimize.algorithm", algorithms.Algorithm.__name__)
         )
+
+    @property
+    def has_nf4_base(self) -> bool:
+        """True if adapters are trained on a base of 4 bits."""
+        return self.lora is not None and self.lora.base == "nf4"
 
     @property
     def kl_in_loss(self) -> bool:

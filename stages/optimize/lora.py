@@ -10,7 +10,8 @@ A policy trained this way holds two things. At the top are the merged weights W'
 every reader can use it like any other model, with the disk size of a full one. Below them is
 `adapter/`, with A and B in peft's format. The next iteration starts from the base's weights and the
 adapter, so rounding of merges never adds up; its manifest names the base as an input. With `save =
-"adapter"` a policy holds only the adapter, and its readers read the base too.
+"adapter"` a policy holds only the adapter, and its readers read the base too. With `base = "nf4"`,
+W is rounded to 4 bits (nf4.py), in each iteration to the same numbers, and W' has these.
 
     model = load_with_adapters(config, plan.inputs, device)   # then train what requires a gradient
     save(model, folder)
@@ -48,8 +49,9 @@ from quiver.stages.model.loading import (
     read_by_linear_layers_alone,
 )
 
-from .checks import check_peft
+from .checks import check_lora
 from .config import Config, Lora
+from .nf4 import Nf4Linear, quantize_frozen
 from .optimizer import is_sharded
 
 if TYPE_CHECKING:
@@ -70,19 +72,22 @@ def load_with_adapters(
 ) -> PreTrainedModel:
     """Load the frozen base in float32 with the policy's adapters, or with new ones.
 
-    For passes in bfloat16, weights of linear layers that are bfloat16 on disk stay so. `load`
-    replaces the default loader, for a trainer that needs the model elsewhere. Raises ConfigError as
-    `attach` does.
+    For passes in bfloat16, weights of linear layers that are bfloat16 on disk stay so. With `base =
+    "nf4"` they are quantized one by one on the way to the device. `load` replaces the default
+    loader, for a trainer that needs the model elsewhere. Raises ConfigError as `attach` does.
     """
-    check_peft()
+    check_lora(config.lora)
     base = inputs["base"]
+    place = "cpu" if config.has_nf4_base else device  # a GPU may not hold the base in 16 bits
     if load:
         model = load(base)
     elif choose_precision(config.precision, device) == "bf16":
-        model = load_for_autocast(base, device)
+        model = load_for_autocast(base, place)
     else:
-        model = load_model(base, dtype=torch.float32, device=device)
+        model = load_model(base, dtype=torch.float32, device=place)
     attach(config.lora, model, inputs["policy"], seed=config.seed)
+    if config.has_nf4_base:
+        quantize_frozen(model, device)
     return model
 
 
@@ -107,7 +112,7 @@ def require_layers(config: Lora, policy: Version) -> None:
 
     No weight is read, so that this can be checked before there are rollouts.
     """
-    check_peft()
+    check_lora(config)
     model = empty_model(policy)
     with torch.device("meta"):
         _add_new(config, model, seed=0)
@@ -243,9 +248,11 @@ def merge(model: PreTrainedModel) -> None:
     by one, each into host memory, so a device never holds the base in float32."""
     from peft.tuners.lora import LoraLayer
 
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LoraLayer):
-            module.float().merge()
+    for name, module in reversed(list(model.named_modules())):  # what is inside comes first
+        if isinstance(module, Nf4Linear):
+            model.set_submodule(name, module.dequantized())
+        elif isinstance(module, LoraLayer):
+            module.to(module.get_base_layer().weight.device, torch.float32).merge()
             model.set_submodule(name, module.get_base_layer().cpu())
     model.cpu().float()
     del model.peft_config

@@ -36,7 +36,7 @@ from quiver.stages.core.store.writer import Writer
 from quiver.stages.model import checkpoints
 
 from . import algorithms
-from .checks import check_8bit, check_credit, check_peft, check_schedule, check_trackers
+from .checks import check_8bit, check_credit, check_lora, check_schedule, check_trackers
 from .classifier import find_classifier
 from .config import Audit, Config, Correction
 from .inputs import has_optimizer_state, open_inputs, require_optimizer_state, with_base
@@ -109,13 +109,13 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def check(config: Config, columns: Sequence[str], prompts: Version | None = None) -> None:
-    """Raise ConfigError if adapters or moments in 8 bits cannot be had here, or a tracker is not
-    installed."""
+    """Raise ConfigError if adapters, a base of 4 bits or moments in 8 bits cannot be had here, or a
+    tracker is not installed."""
     check_trackers(config.trackers, config.tracker_folder)
     if config.optimizer == "adamw_8bit":
         check_8bit()
     if config.lora:
-        check_peft()
+        check_lora(config.lora)
 
 
 def import_ahead(config: Config) -> None:
@@ -124,7 +124,7 @@ def import_ahead(config: Config) -> None:
 
     from . import results, rollouts, trainer  # noqa: F401
 
-    if config.optimizer == "adamw_8bit":
+    if config.optimizer == "adamw_8bit" or config.has_nf4_base:
         import bitsandbytes  # noqa: F401
 
 

@@ -256,7 +256,7 @@ ELSEWHERE = {
     "reward.functions[0].use": "reward.functions.use",
     "data.held_out.limit": "data.limit",
     "optimize.lora": "optimize.lora.rank optimize.lora.alpha optimize.lora.target_modules "
-    "optimize.lora.save",
+    "optimize.lora.save optimize.lora.base",
 }
 """A name from elsewhere, or the end of a path, and our keys."""
 

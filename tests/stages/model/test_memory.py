@@ -108,10 +108,14 @@ def test_activations_by_hand():
 def test_adapters_and_a_critic():
     sides = 2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944)
     adapters = 28 * 16 * sides
+    linear = 28 * (2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944)
     base = 2 * (SEVEN.in_layers + SEVEN.head) + 4 * (SEVEN.head + 3584)
     for precision, weights in (("bf16", base), ("fp32", 4 * SEVEN.weights)):
         parts = train(precision, lora_rank=16)
         assert parts["weights"] == weights + 4 * adapters
+        narrow = train(precision, lora_rank=16, has_nf4_base=True)["weights"]
+        saved = (2 if precision == "bf16" else 4) - (0.5 + 4 / 64)
+        assert parts["weights"] - narrow == saved * linear
         assert (parts["gradients"], parts["moments"]) == (4 * adapters, 8 * adapters)
     alone, judged = train(), train(has_critic=True)
     for name in ("weights", "gradients", "moments"):

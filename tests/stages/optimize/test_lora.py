@@ -88,7 +88,7 @@ def test_only_the_adapters_are_trained_and_have_moments(store, policy, made):
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     layers = {name.removeprefix("base_model.model.") for name in adapter}
     assert changed == {name.replace(".lora_A", "") for name in layers if ".lora_A" in name}
-    described = {**SMALL, "target_modules": "all-linear", "save": "merged"}
+    described = {**SMALL, "target_modules": "all-linear", "save": "merged", "base": "exact"}
     assert done.manifest.config["lora"] == described
     assert done.manifest.input("base").ref == str(policy.ref)
     assert verify(store)[1] == []
