@@ -103,6 +103,8 @@ class Exported:
     """What was written."""
 
     ref: str
+    rewards: str | None
+    """The rewards that are written; default: the newest of the rollouts."""
     sampling: dict[str, Any]
     """How the rollouts were sampled, as `quiver import` needs it."""
     rows: int = 0
@@ -152,7 +154,9 @@ class _Exporter:
         if self.joined.has_turns:  # the limit in `sampling` is for one turn
             sampling["max_tokens"] = manifest.config_section("turns").get("max_tokens")
         sampling = {name: value for name, value in sampling.items() if value is not None}
-        self.exported = Exported(str(self.rollouts.ref), sampling)
+        rewards = self.joined.shards.get("rewards")
+        scored_by = str(rewards.version.ref) if rewards else None
+        self.exported = Exported(str(self.rollouts.ref), scored_by, sampling)
         self.has_turns = self.joined.has_turns
         self._before_calls = text_before_calls(store, self.rollouts)
         if "prompts" not in self.joined.shards:

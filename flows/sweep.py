@@ -318,7 +318,7 @@ def saved(recipe: Recipe) -> dict[str, Any]:
         raise ConfigError(
             f"sweep of {recipe.run}",
             "the store has none with these settings",
-            next="quiver sweep RECIPE",
+            next="name the same --over, --seeds and --set as the sweep was made with",
         )
     return record
 

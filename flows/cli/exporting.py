@@ -46,7 +46,10 @@ def export(
     opened = open_store(store)
     done = write(opened, ref, out, options)
     num_bytes = out.stat().st_size
-    lines = [f"{done.ref} as {format}: {counted(done.rows, 'row')} in {out} ({size(num_bytes)})"]
+    scored = f" with {done.rewards}" if done.rewards else ""
+    lines = [
+        f"{done.ref}{scored} as {format}: {counted(done.rows, 'row')} in {out} ({size(num_bytes)})"
+    ]
     left_out = [f"{count:,} {why}" for why, count in done.left_out.items() if count]
     if left_out:
         lines.append(f"left out: {', '.join(left_out)}")

@@ -241,7 +241,7 @@ def lineage(
         role = f"{printable(node['role'])}: " if "role" in node else ""
         text = printable(node["ref"])
         if "to" in node:
-            noun = "iterations" if parse(node["to"]).kind == "policy" else "versions"
+            noun = "iterations" if node["role"] == "policy" else "versions"
             text += f" … {printable(node['to'])} × {node['count']:,} {noun}"
         mark = "".join(f" ({words})" for name, words in _MARKS.items() if name in node)
         lines.append(f"{indent}{role}{text}{mark}")

@@ -116,8 +116,9 @@ class Gathered:
     base: Manifest
     iterations: list[Iteration]
     evaluations: list[Manifest]
-    """Newest comparable evaluation of each policy on the line, by policy number. If nights decide,
-    of each policy of the run. Comparable to the newest policy's latest one."""
+    """Newest comparable evaluation of each policy on the line, by policy number, if possible one
+    whose answers were sampled alike. If nights decide, of each policy of the run. Comparable to the
+    newest policy's latest one."""
     nights: dict[str, list[NightRow]]
     """Decisions by tag, for each tag that nights decide about."""
     nightly: list[Manifest]
@@ -238,6 +239,11 @@ class Manifests:
                 alike.append(candidate)
         return alike
 
+    def are_sampled_alike(self, first: Manifest, second: Manifest) -> bool:
+        """True if the rollouts of two evaluations are there and differ in their policy alone."""
+        rollouts = [self.input(evaluation, "rollouts") for evaluation in (first, second)]
+        return None not in rollouts and is_made_alike(*rollouts)
+
     def prompts_hash(self, evaluation: Manifest) -> str | None:
         """Return the hash of the prompts that were answered; None if the rollouts are gone."""
         rollouts = self.input(evaluation, "rollouts")
@@ -312,12 +318,14 @@ def gather(store: Store, run: str, end: str | None = None) -> Gathered:
             measured.append(version.manifest)
     measured.sort(key=lambda evaluation: (policy_number(evaluation), evaluation.version))
     shown = [*manifests.comparable(measured[-1], measured[:-1]), measured[-1]] if measured else []
+    # answers to the same seeds are better compared than newer ones
+    shown.sort(key=lambda evaluation: manifests.are_sampled_alike(evaluation, measured[-1]))
     newest = {evaluation.require_model("policy").ref: evaluation for evaluation in shown}
     return Gathered(
         run,
         policies[-1],
         iterations,
-        evaluations=list(newest.values()),
+        evaluations=sorted(newest.values(), key=policy_number),
         nights={tag: nights_of(entries) for tag, entries in histories_of_tags.items()},
         nightly=evaluations_of_nights(manifests, chain.from_iterable(histories_of_tags.values())),
         gone=sorted(manifests.gone),

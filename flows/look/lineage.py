@@ -194,7 +194,7 @@ def descent(store: Store, ref: str, depth: int | None = None) -> dict[str, Any]:
 
     def expand(node: dict[str, Any]) -> list[dict[str, Any]]:
         source = node.get("to", node["ref"])
-        if "to" in node and "/policy@" not in source:
+        if "to" in node and node["role"] != "policy":  # siblings: no line goes on from the last one
             return []
         policies = index.trained_on(source)
         alike: dict[Any, list[str]] = defaultdict(list)

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import Ref, check_name, parse
 from quiver.stages.core.lineage import pair_prompts, prompts_of
+from quiver.stages.core.run.stage import is_made_alike
 from quiver.stages.core.store import Store, Version, marks
 from quiver.stages.core.store.listing import EXPIRED, REMOVED
 
@@ -125,17 +126,22 @@ def _samples(rows: pa.Table, names: Mapping[str, str]) -> pa.Array:
 def find_evaluations(store: Store, first: str, second: str) -> tuple[Version, Version]:
     """Return the evaluations that two names refer to: each itself, a policy's, or a run's newest.
 
-    A policy with several evaluations is compared by its newest one on prompts that the other was
-    also measured on; without one, by its newest. Raises LineageError if a name has no evaluation.
+    A policy with several evaluations is compared by its newest one whose answers were sampled like
+    the other's, with the same seed; without one, by its newest on the same prompts; without that,
+    by its newest. Raises LineageError if a name has no evaluation.
     """
     named = [list(_newest_first(store, name)) for name in (first, second)]
+    same_prompts = []
     for pair in product(*named):
-        with suppress(LineageError):  # the prompts were deleted
+        with suppress(LineageError):  # versions were deleted
             prompts_a, prompts_b = (prompts_of(store, version).manifest for version in pair)
             are_two = pair[0].ref != pair[1].ref
             if are_two and prompts_a.content_hash == prompts_b.content_hash:
-                return pair
-    return named[0][0], named[1][0]
+                same_prompts.append(pair)
+                rollouts = [each.manifest.require_input("rollouts").ref for each in pair]
+                if is_made_alike(*(store.open(ref).manifest for ref in rollouts)):
+                    return pair
+    return same_prompts[0] if same_prompts else (named[0][0], named[1][0])
 
 
 def _newest_first(store: Store, name: str) -> Iterator[Version]:

@@ -126,7 +126,7 @@ def _unmeasured(row: Mapping[str, Any]) -> tuple[str, str]:
     if not expected or expected["refused"]:
         return "", "not measured"
     interval = interval_of(expected["interval"])
-    return f"estimated {expected['estimate']:.4f}", f"{interval}, not measured"
+    return f"estimated {expected['estimate']:.4f}, {interval}", "not measured"
 
 
 def flat_row(part: str, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,6 +163,7 @@ def _equal_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 class Shown:
     """A sweep in words."""
 
+    name: str
     start: str
     """What all cells start from, and its score."""
     cells: list[list[str]]
@@ -190,8 +191,10 @@ def show(store: Store, record: Mapping[str, Any]) -> Shown:
         seconds = trained * sum(manifest.seconds.get("total", 0.0) for manifest in manifests)
         saved = counted(trained * len(manifests), "generation")
         text += f"; {saved} saved ({seconds / 60:.1f} min). This ranks one update"
-    text += f". The best of {len(rows)} is biased upwards"
-    if record["rollouts"] and not record["then"]:
+    num_measured = sum(row["score"] is not None for row in rows)
+    if num_measured > 1:
+        text += f". The best of {num_measured} is biased upwards"
+    if num_measured > 1 and record["rollouts"] and not record["then"]:
         text += ": `--then 1` trains the first 2 on fresh rollouts, and measures with other seeds"
     notes = [f"{text}.", *_equal_lines(rows)]
     if unmeasured:
@@ -200,6 +203,7 @@ def show(store: Store, record: Mapping[str, Any]) -> Shown:
             "interval ends below the best cell's. Without --estimate all are measured."
         )
     return Shown(
+        record["sweep"],
         f"{start}, which all cells start from: score {score_of(measured.metrics)}",
         table_of(rows, start),
         notes,

@@ -237,6 +237,17 @@ def test_descent_folds_a_line_and_what_is_made_alike(long, capsys):
     ]
 
 
+def test_policies_of_the_same_rollouts_are_no_iterations(long, capsys):
+    """Such as the cells of a sweep; what was made of the last one is not made of all."""
+    for number in range(1, 5):
+        inputs = [("policy", "long/policy@0"), ("rollouts", "long/rollouts@1")]
+        long_run.write(long, f"cells/policy@{number}", "optimize", inputs, [])
+    long_run.write(long, "cells/rollouts@1", "generate", [("policy", "cells/policy@4")], [])
+    lines = said(capsys, long, "long/rollouts@1", down=True, depth="2")
+    assert "rollouts: cells/policy@1 … cells/policy@4 × 4 versions" in lines
+    assert not any("cells/rollouts@1" in line for line in lines)
+
+
 def test_descent_opens_no_manifest_but_its_own(long):
     before = descent(long, "long/rollouts@3", 2)
     for path in Path(long.url).glob("*/*/v*/manifest.json"):

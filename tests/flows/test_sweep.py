@@ -184,6 +184,12 @@ def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, comman
         before = store.open(answer["cells"][0]["evaluation"]).manifest.input("rollouts").ref
         assert sampled == store.open(before).manifest.config["seed"] + 1
     assert len(answer["then"]) == 2
+    # the start was measured with both seeds; who is compared with it has the same
+    first = answer["cells"][0]
+    _, compared = command("compare", "tiny/policy@0", first["policy"])
+    assert compared["difference"]["score"]["score"] == pytest.approx(first["difference"])
+    shown = gather(store, "alike", first["policy"]).evaluations
+    assert [each.ref for each in shown] == [answer["baseline"], first["evaluation"]]
     assert command("sweep", "recipe.toml", "--set", "run=alike", "--show")[1] == answer
     made.clear()
     assert command(*options[:-2])[1]["then"] == answer["then"] and made == []
@@ -304,8 +310,8 @@ def test_a_cell_whose_interval_ends_below_another_ones_is_not_measured(made):
     rows = cell_rows(Store("store"), {"2": entries[1], "1": entries[0], "4": entries[3]})
     assert [row["cell"] for row in rows] == [1, 2, 4]
     first, second, last = (line[3:5] for line in table_of(rows, "a/policy@0")[1:])
-    assert second == ["estimated 0.3450", "0.2000 … 0.4900, not measured"]
-    assert first[0] == "estimated 0.6000" and last == ["", "not measured"]
+    assert second == ["estimated 0.3450, 0.2000 … 0.4900", "not measured"]
+    assert first[0] == "estimated 0.6000, 0.5000 … 0.7000" and last == ["", "not measured"]
     assert flat_row("cells", rows[1])["estimate_high"] == 0.49
 
 
@@ -335,7 +341,7 @@ def test_the_report_shows_sweeps_and_no_estimate_as_a_measurement(made, command)
     estimated = table_of(cell_rows(store, record["cells"]), "tiny/policy@0")
     page = Page(render(store, gather(store, "alike")))
     assert all(row in page.rows for row in [*measured, *estimated])
-    assert sum("estimated 0.1000" in row and "0.0000 … 0.2000, not measured" in row
+    assert sum("estimated 0.1000, 0.0000 … 0.2000" in row and "not measured" in row
                for row in page.rows) == 1  # fmt: skip
     assert page.words.count("Sweeps") == 2 and "1 cell only estimated" in page.words
 
