@@ -278,7 +278,7 @@ def _continue_best(
     generate = {**judge.evaluate.generate, "seed": sampled.seed + 1}
     evaluate = judge.evaluate.model_copy(update={"generate": generate})
     fresh = judge.model_copy(update={"evaluate": evaluate})
-    baseline = measure(fresh, start, 0).ref
+    baseline = running.record["then_baseline"] = measure(fresh, start, 0).ref
     running.record["then"] = {}
     rollouts = running.record["rollouts"]
     rows = _distinct(cell_rows(store, running.record["cells"]))[:MOST_CONTINUED]

@@ -34,7 +34,6 @@ from .gather import (
 )
 from .nights import HEADER
 from .plots import Panel, draw, night_panel, score_panel, step_panels
-from .sweeps import CONTINUED
 from .troubles import warnings
 
 FILE = "report.html"
@@ -129,7 +128,6 @@ def render(
             "step",
         ),
         nights_header=HEADER,
-        continued=CONTINUED,
         beside=beside,
         difference=difference,
         compared=compared,

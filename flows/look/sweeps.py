@@ -169,6 +169,8 @@ class Shown:
     cells: list[list[str]]
     """The table, the header first."""
     notes: list[str]
+    continued: str
+    """What stands above the next table; empty if there is none."""
     then: list[list[str]]
     """The table of the cells that were trained further; empty if none was."""
 
@@ -179,6 +181,13 @@ def show(store: Store, record: Mapping[str, Any]) -> Shown:
     rows = cell_rows(store, record["cells"])
     measured = store.version(parse(record["baseline"])).manifest
     start = measured.require_model("policy").ref
+    continued = ""
+    if record["then"]:
+        again = store.version(parse(record["then_baseline"])).manifest.metrics
+        continued = (
+            "Continued on fresh rollouts, measured on the same rows with other seeds, by which "
+            f"{start} scores {score_of(again)}:"
+        )
     failed = sum(row["error"] is not None for row in rows)
     unmeasured = sum(map(_is_only_estimated, rows))
     done = sum(bool(row.get("cached")) for row in rows)
@@ -207,19 +216,17 @@ def show(store: Store, record: Mapping[str, Any]) -> Shown:
         f"{start}, which all cells start from: score {score_of(measured.metrics)}",
         table_of(rows, start),
         notes,
+        continued,
         table_of(cell_rows(store, record["then"]), start) if record["then"] else [],
     )
-
-
-CONTINUED = "Continued on fresh rollouts, measured on the same rows with other seeds:"
 
 
 def sweep_lines(store: Store, record: Mapping[str, Any]) -> list[str]:
     """Return `show` as lines for a terminal."""
     shown = show(store, record)
     lines = [shown.start, "", *aligned(shown.cells, right=(0,)), "", *shown.notes]
-    if shown.then:
-        lines += ["", CONTINUED, *aligned(shown.then, right=(0,))]
+    if shown.continued:
+        lines += ["", shown.continued, *aligned(shown.then, right=(0,))]
     return lines
 
 

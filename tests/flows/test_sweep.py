@@ -15,6 +15,7 @@ from quiver.flows.estimation import estimate
 from quiver.flows.look.gather import gather
 from quiver.flows.look.stage import render
 from quiver.flows.look.sweeps import cell_rows, flat_row, sweep_lines, table_of
+from quiver.flows.look.words import score_of
 from quiver.flows.recipe import load
 from quiver.flows.sweep import _hopeless, _Running, cells_of, saved, sweep
 from quiver.schemas.errors import ConfigError
@@ -184,6 +185,15 @@ def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, comman
         before = store.open(answer["cells"][0]["evaluation"]).manifest.input("rollouts").ref
         assert sampled == store.open(before).manifest.config["seed"] + 1
     assert len(answer["then"]) == 2
+    fresh = store.open(answer["then_baseline"]).manifest.metrics
+    [line] = [
+        line
+        for line in sweep_lines(store, saved(load("recipe.toml", ["run=alike"])))
+        if "by which" in line
+    ]
+    assert line.endswith(f"tiny/policy@0 scores {score_of(fresh)}:")
+    for row in answer["then"]:
+        assert row["score"] - fresh["score"] == pytest.approx(row["difference"])
     # the start was measured with both seeds; who is compared with it has the same
     first = answer["cells"][0]
     _, compared = command("compare", "tiny/policy@0", first["policy"])
