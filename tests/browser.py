@@ -32,7 +32,7 @@ class Tab:
         self._socket = socket
         self._number = 0
         self.events: list[dict[str, Any]] = []
-        """What the browser told of without being asked."""
+        """Events that the browser sent."""
 
     async def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the protocol."""
@@ -51,12 +51,13 @@ class Tab:
             await self.ask("Input.dispatchKeyEvent", type=kind, key=key, **text)
 
     async def picture(self) -> Image.Image:
-        """What is seen."""
+        """Take a screenshot."""
         content = await self.ask("Page.captureScreenshot")
         return Image.open(io.BytesIO(base64.b64decode(content["data"]))).convert("RGB")
 
     async def still_picture(self, other_than: Image.Image | None = None) -> Image.Image:
-        """What is seen once it stays for half a second, and is other than a picture before."""
+        """Take a screenshot once the page stays the same for half a second and differs from
+        `other_than`."""
         last = await self.picture()
         while True:
             await asyncio.sleep(0.5)
@@ -68,7 +69,7 @@ class Tab:
 
 
 def num_colours(picture: Image.Image) -> int:
-    """How many colours a picture has."""
+    """Count the colours of a picture."""
     return len(np.unique(np.asarray(picture).reshape(-1, 3), axis=0))
 
 
@@ -76,7 +77,7 @@ def num_colours(picture: Image.Image) -> int:
 async def opened(
     url: str, folder: Path, width: int = 1000, height: int = 700
 ) -> AsyncIterator[Tab]:
-    """A page of a browser whose profile is the new `folder`."""
+    """Open a page in a browser whose profile is the new `folder`."""
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     options += ["--remote-debugging-port=0", f"--user-data-dir={folder}"]
     browser = await asyncio.create_subprocess_exec(

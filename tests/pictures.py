@@ -1,5 +1,5 @@
-"""The pictures of the README and the documents, made of a store that `make demo` and then a sweep of
-`deployments/docs/experiments.md` filled.
+"""The pictures of the README and the documents, made of a store that `make demo` and then the
+README's sweep filled.
 
 python -m tests.pictures STORE    # needs Textual and Chromium; writes into deployments/docs
 """

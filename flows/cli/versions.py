@@ -241,8 +241,7 @@ def lineage(
         role = f"{printable(node['role'])}: " if "role" in node else ""
         text = printable(node["ref"])
         if "to" in node:
-            noun = "iterations" if node["role"] == "policy" else "versions"
-            text += f" … {printable(node['to'])} × {node['count']:,} {noun}"
+            text += f" … {printable(node['to'])} × {node['count']:,} {node['folded']}"
         mark = "".join(f" ({words})" for name, words in _MARKS.items() if name in node)
         lines.append(f"{indent}{role}{text}{mark}")
         torn += [node["error"]] if "error" in node else []

@@ -174,7 +174,7 @@ def lineage(store: Store, ref: str, depth: int | None = None) -> dict[str, Any]:
             chain = []
             if depth is not None and manifest.kind == role == "policy":
                 chain = index.chain(source, index.trained_from)
-            children.append(child | (_folded(chain) or hashes.get(source, {})))
+            children.append(child | (_folded(chain, "iterations") or hashes.get(source, {})))
         return children
 
     return _walk(root, "inputs", depth, expand)
@@ -185,8 +185,9 @@ def descent(store: Store, ref: str, depth: int | None = None) -> dict[str, Any]:
     "ref", …}]}. The role is that of the version above in what was made of it.
 
     Marks are `seen` and `more`, as in `lineage`. With a depth, two things are one node with `ref`,
-    `to` and `count`: policies trained one from another in the same way, with what was made of the
-    last one; and versions of one kind made by one stage of the same version.
+    `to`, `count` and `folded`: "iterations", policies trained one from another in the same way,
+    with what was made of the last one; and "versions" of one kind made by one stage of the same
+    version, without what was made of them.
     """
     index = Index(store)
     version, gone = open_kept(store, ref)
@@ -194,7 +195,7 @@ def descent(store: Store, ref: str, depth: int | None = None) -> dict[str, Any]:
 
     def expand(node: dict[str, Any]) -> list[dict[str, Any]]:
         source = node.get("to", node["ref"])
-        if "to" in node and node["role"] != "policy":  # siblings: no line goes on from the last one
+        if node.get("folded") == "versions":  # nothing was made of all of them
             return []
         policies = index.trained_on(source)
         alike: dict[Any, list[str]] = defaultdict(list)
@@ -203,11 +204,11 @@ def descent(store: Store, ref: str, depth: int | None = None) -> dict[str, Any]:
             alike[key if user not in policies and depth is not None else user].append(user)
         children = []
         for users in alike.values():
-            fold = _folded(users)
+            fold = _folded(users, "versions")
             for user in users[:1] if fold else users:
                 summary = index.get(user)
                 if user in policies and depth is not None:
-                    fold = _folded(index.chain(user, index.next_policy))
+                    fold = _folded(index.chain(user, index.next_policy), "iterations")
                 about = {"role": summary.sources[source], "stage": summary.stage}
                 children.append({**about, "ref": user, "outputs": [], **fold})
         return children
@@ -215,11 +216,12 @@ def descent(store: Store, ref: str, depth: int | None = None) -> dict[str, Any]:
     return _walk(root, "outputs", depth, expand)
 
 
-def _folded(refs: list[str]) -> dict[str, Any]:
-    """Return the fields of a node that stands for all of `refs`; none if they are few."""
+def _folded(refs: list[str], noun: str) -> dict[str, Any]:
+    """Return the fields of a node that stands for all of `refs`; none if they are few. `noun`:
+    "iterations" of a line of policies, or "versions" made alike of one version."""
     if len(refs) < SHORTEST_FOLD:
         return {}
-    return {"ref": refs[0], "to": refs[-1], "count": len(refs)}
+    return {"ref": refs[0], "to": refs[-1], "count": len(refs), "folded": noun}
 
 
 def _walk(

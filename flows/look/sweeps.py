@@ -165,12 +165,12 @@ class Shown:
 
     name: str
     start: str
-    """What all cells start from, and its score."""
+    """The policy that all cells start from, and its score, in words."""
     cells: list[list[str]]
     """The table, the header first."""
     notes: list[str]
     continued: str
-    """What stands above the next table; empty if there is none."""
+    """The line above the next table; empty if there is none."""
     then: list[list[str]]
     """The table of the cells that were trained further; empty if none was."""
 

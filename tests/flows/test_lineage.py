@@ -248,6 +248,19 @@ def test_policies_of_the_same_rollouts_are_no_iterations(long, capsys):
     assert not any("cells/rollouts@1" in line for line in lines)
 
 
+def test_what_was_made_of_one_policy_is_no_line_of_policies(long, capsys):
+    for number in range(1, 5):
+        inputs = [("policy", "cells/policy@1")]
+        long_run.write(long, f"cells/evaluations@{number}", "evaluate", inputs, [])
+    long_run.write(long, "cells/policy@1", "optimize", [("policy", "long/policy@0")], [])
+    long_run.write(long, "cells/logprobs@1", "logprobs", [("policy", "cells/evaluations@4")], [])
+    lines = said(capsys, long, "cells/policy@1", down=True, depth="2")
+    assert lines == [
+        "cells/policy@1",
+        "policy: cells/evaluations@1 … cells/evaluations@4 × 4 versions",
+    ]
+
+
 def test_descent_opens_no_manifest_but_its_own(long):
     before = descent(long, "long/rollouts@3", 2)
     for path in Path(long.url).glob("*/*/v*/manifest.json"):

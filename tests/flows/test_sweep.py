@@ -194,7 +194,7 @@ def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, comman
     assert line.endswith(f"tiny/policy@0 scores {score_of(fresh)}:")
     for row in answer["then"]:
         assert row["score"] - fresh["score"] == pytest.approx(row["difference"])
-    # the start was measured with both seeds; who is compared with it has the same
+    # the start was measured with both seeds: a comparison takes the seed that both policies have
     first = answer["cells"][0]
     _, compared = command("compare", "tiny/policy@0", first["policy"])
     assert compared["difference"]["score"]["score"] == pytest.approx(first["difference"])
