@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.nn.attention import _registry, register_flash_attention_impl
 
 
 def _stretches(query, key, query_starts, key_starts, longest, window, scale, wrong=False):
@@ -92,3 +94,28 @@ def on_cpu(
         yield
     finally:
         library._destroy()
+
+
+@contextmanager
+def installed(
+    name: str,
+    forward: Callable[..., tuple[Tensor, ...]] = forward,
+    backward: Callable[..., tuple[Tensor, ...]] = backward,
+    error: Exception | None = None,
+) -> Iterator[None]:
+    """Inside, torch's switch puts these functions in place of its operations on a CPU under `name`,
+    or raises `error`."""
+
+    def register():
+        if error is not None:
+            raise error
+        stack = ExitStack()
+        stack.enter_context(on_cpu(forward, backward))
+        return SimpleNamespace(remove=stack.close)
+
+    before = _registry._FLASH_ATTENTION_IMPLS[name]
+    register_flash_attention_impl(name, register_fn=register)
+    try:
+        yield
+    finally:
+        register_flash_attention_impl(name, register_fn=before)

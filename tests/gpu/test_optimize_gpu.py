@@ -12,11 +12,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quiver.stages.core.run.runner import Call, run_call
 from quiver.stages.model.forward.attention import block_attention
+from quiver.stages.model.forward.gpu.flash import implemented_by
 from quiver.stages.model.forward.layout import Sequences, make_layout
 from quiver.stages.model.forward.packing import make_pieces
 from quiver.stages.model.forward.transfer import to_device
+from quiver.stages.model.forward.verify import KERNELS
 from quiver.stages.model.ragged import Ragged
 from quiver.stages.optimize.stage import Config
+from tests import flash
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world
 from tests.writing import run_here
@@ -28,15 +31,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
-
-
-@pytest.fixture
-def exact_products():
-    """No TF32. By hand: monkeypatch would delete the setting instead of putting it back."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def optimize(store, policy, made, device, prox_logprobs=None, **values):
@@ -190,7 +184,27 @@ def test_the_kernel_for_any_lengths_gives_the_numbers_of_float32(window):
         torch.testing.assert_close(mine, theirs, rtol=1e-1, atol=1e-1)
 
 
-def test_a_stage_in_bfloat16_takes_the_kernel_for_any_lengths(store, policy):
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize(
+    ("kernel", "package", "capabilities"),
+    [("FA3", "flash_attn_interface", [9]), ("FA4", "flash_attn.cute.interface", [9, 10])],
+)
+def test_flash_attention_3_and_4_give_the_numbers_of_float64(kernel, package, capabilities, window):
+    """Prompts and completions make stretches without keys, and without queries."""
+    pytest.importorskip(package, reason=f"{kernel} is not installed here")
+    if torch.cuda.get_device_capability()[0] not in capabilities:
+        pytest.skip(f"{kernel} does not run on this GPU")
+    torch.manual_seed(0)
+    states = [torch.randn(1, heads, sum(PROMPTS) + sum(COMPLETIONS), 64) for heads in (4, 2, 2)]
+    with flash.on_cpu():
+        expected = _attend(states, "cpu", torch.float64, window, varlen=True)
+    with implemented_by(kernel):
+        found = _attend(states, "cuda", torch.bfloat16, window, varlen=True)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_a_stage_in_bfloat16_takes_a_kernel_for_any_lengths(store, policy):
     made = world.make(store, policy, world.even_share)
     done = optimize(store, policy, made, "cuda", precision="bf16")
-    assert done.manifest.metrics["attention"] == "varlen"
+    assert done.manifest.metrics["attention"] in KERNELS

@@ -25,6 +25,7 @@ from quiver.stages.model.loading import decoder_start_id
 
 from .attention import hidden_states, set_mode
 from .encoder_decoder import Pairs, decoder_states, make_pairs, pack_pairs
+from .gpu.flash import implemented_by
 from .layout import Layout, Sequences, make_layout
 from .logprob_head import Shaping, completion_logprobs
 from .modules import fuse_modules
@@ -74,8 +75,9 @@ class Policy(nn.Module):
         self.is_causal = not model.config.is_encoder_decoder
         self.decoder_start_id = None if self.is_causal else decoder_start_id(model)
         """Id that an encoder-decoder model's decoder reads first."""
-        self.varlen = False
-        """If true, attend by the kernel for sequences of any lengths (`choose_kernel`)."""
+        self.kernel = "blocks"
+        """Attend over blocks, or by the kernel for sequences of any lengths with this name
+        (`choose_kernel`)."""
         self.entropy_gradient = False
         """If true, the entropy has a gradient too."""
         self.entropy_is_collision = False
@@ -129,7 +131,7 @@ class Policy(nn.Module):
         """Lay out `pieces` for `forward`, and move the result of `finish` for the layout to the
         model's device, by one copy. By default the result is the layout itself."""
         if self.is_causal:
-            layout = make_layout(pieces, sequences, varlen=self.varlen)
+            layout = make_layout(pieces, sequences, varlen=self.kernel != "blocks")
         else:
             layout = make_pairs(pieces, sequences, self.decoder_start_id)
         return to_device(finish(layout), self.device)
@@ -167,13 +169,14 @@ class Policy(nn.Module):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Set the policy's precision, for backward passes too while it is open.
+        """Set the policy's precision and its kernel, for backward passes too while it is open.
 
         Held open over a whole step, it makes autocast cast each weight once per step instead of
         once per pass.
         """
         with (
             products(self.device),
+            implemented_by(self.kernel),
             casts(self._projections if self.keeps_casts else ()),
             torch.autocast(
                 self.device.type,

@@ -6,8 +6,9 @@ fastest that agrees. So a model that block attention does not suit costs speed, 
 
 `choose_kernel` may replace torch's fused kernels on blocks by one kernel for sequences of any
 lengths. This needs a GPU, bfloat16, a build with the kernel, and agreement with attention in
-float32 on the real inputs of the first micro-batch. No timing decides, so two runs use the same
-kernel. In all other cases attention uses blocks.
+float32 on the real inputs of the first micro-batch. FlashAttention 3 and 4 are tried before
+torch's own, if they are installed. No timing decides, so two runs use the same kernel. In all other
+cases attention uses blocks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from quiver.stages.model.ragged import Ragged
 from quiver.stages.model.turns import after_prompts
 
 from .attention import NAME, block_attention
+from .gpu.flash import IMPLEMENTATIONS, implemented_by
 from .layout import Layout, Sequences, make_layout
 from .packing import Piece
 from .policy import Policy, compute_logprobs
@@ -57,6 +59,9 @@ _MOST_TOKENS = 256
 """Most completion tokens of a rollout that are compared."""
 _PROBED_TOKENS = 512
 """Most tokens of a prompt, and of a completion, on which the kernel is tried."""
+KERNELS = (*IMPLEMENTATIONS, "varlen")
+"""Kernels for sequences of any lengths, in the order in which they are tried; `varlen` is torch's
+own."""
 _KERNEL_TOLERANCE = 0.02
 """Largest error of an output or gradient, as a share of its norm: bfloat16's own error is near
 0.005, a wrong key gives far more."""
@@ -256,17 +261,24 @@ and the options."""
 def choose_kernel(policy: Policy, pieces: Sequence[Piece], sequences: Sequences) -> str:
     """Set and return the kernel of the policy's passes.
 
-    The result is `blocks`, `varlen`, or `model` if the model attends in its own way. If gradients
-    are enabled, the backward pass is checked too. `pieces` are one micro-batch.
+    The result is one of KERNELS, `blocks`, or `model` if the model attends in its own way. If
+    gradients are enabled, the backward pass is checked too. `pieces` are one micro-batch.
     """
-    policy.varlen = False
+    policy.kernel = "blocks"
     if policy.mode == "single" or not policy.is_causal:
         return "model"
-    if policy.device.type != "cuda":
-        return "blocks"
-    with policy.context():
-        policy.varlen = varlen_is_right(*probe_calls(policy, pieces, sequences))
-    return "varlen" if policy.varlen else "blocks"
+    if policy.device.type == "cuda":
+        with policy.context():
+            # a picture's own tower would attend by FA3 or FA4 too, and is not in the probe
+            kernels = KERNELS if sequences.media is None else ["varlen"]
+            policy.kernel = right_kernel(*probe_calls(policy, pieces, sequences), kernels)
+        log.info("attention: by %s", policy.kernel)
+    return policy.kernel
+
+
+def right_kernel(calls: Sequence[Call], layout: Layout, kernels: Sequence[str] = KERNELS) -> str:
+    """Return the first of `kernels` that is right, or `blocks`."""
+    return next((kernel for kernel in kernels if is_right(kernel, calls, layout)), "blocks")
 
 
 @torch.no_grad()
@@ -317,10 +329,10 @@ def recorded() -> Iterator[dict[tuple, Call]]:
         ALL_ATTENTION_FUNCTIONS.register(NAME, block_attention)
 
 
-def varlen_is_right(calls: Sequence[Call], layout: Layout) -> bool:
-    """True if the kernel for any lengths runs here and is right in each of `calls`, compared with
-    blocks in float32; `layout` must have runs. A call with a window is tried without one, and with
-    one that ends within the spans."""
+def is_right(kernel: str, calls: Sequence[Call], layout: Layout) -> bool:
+    """True if `kernel` runs here and is right in each of `calls`, compared with blocks in float32;
+    `layout` must have runs. A call with a window is tried without one, and with one that ends
+    within the spans."""
     if any(values.dtype != torch.bfloat16 for (_, _, values), _ in calls):
         return False
     in_blocks = replace(layout, runs=None)
@@ -331,26 +343,30 @@ def varlen_is_right(calls: Sequence[Call], layout: Layout) -> bool:
             windows = {None, options.get("sliding_window") and layout.runs.copied.longest[1] // 2}
             for window in windows:
                 tried = {**options, "sliding_window": window}
-                outputs = _attend(narrow, tried, layout)
+                with implemented_by(kernel):
+                    outputs = _attend(narrow, tried, layout)
                 with torch.autocast(wide[0].device.type, enabled=False):
                     exact = _attend(wide, tried, in_blocks)
-                if not _is_right(outputs, exact):
+                error = _largest_error(outputs, exact)
+                if not error <= _KERNEL_TOLERANCE:  # written so that NaN fails too
+                    log.warning("attention: %s is wrong here by %.3f of the norm", kernel, error)
                     return False
     except Exception as error:  # Triton, its compilers and the driver raise many types
         if says_no_memory(error):
             raise
-        log.warning("attention: varlen does not run here (%s); using blocks", error)
+        if not isinstance(error, ModuleNotFoundError):
+            log.warning("attention: %s does not run here (%s)", kernel, error)
         return False
     return True
 
 
-def _is_right(outputs: Sequence[Tensor], exact: Sequence[Tensor]) -> bool:
-    for output, expected in zip(outputs, exact, strict=True):
-        error = float((output.float() - expected).norm() / expected.norm())
-        if not error <= _KERNEL_TOLERANCE:  # written so that NaN fails too
-            log.warning("attention: varlen is wrong here by %.3f of the norm; using blocks", error)
-            return False
-    return True
+def _largest_error(outputs: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Return the largest error of an output as a share of its norm; NaN if an output has NaN."""
+    errors = [
+        (output.float() - expected).norm() / expected.norm()
+        for output, expected in zip(outputs, exact, strict=True)
+    ]
+    return float(torch.stack(errors).max())
 
 
 def _attend(states: Sequence[Tensor], options: dict[str, Any], layout: Layout) -> list[Tensor]:

@@ -29,10 +29,12 @@ def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _steps(optimizer, parameters, count: int = 5) -> None:
+def steps(optimizer, parameters, count: int = 5) -> None:
     for step in range(count):
         for number, parameter in enumerate(parameters):
-            parameter.grad = _normal(*parameter.shape, seed=100 * step + number)
+            parameter.grad = _normal(*parameter.shape, seed=100 * step + number).to(
+                parameter.device
+            )
         optimizer.step()
 
 
@@ -72,9 +74,9 @@ def test_steps_are_as_near_to_float32s_as_those_of_bitsandbytes():
 
     start = 0.02 * _normal(40, 256)
     ours, theirs, plain = (torch.nn.Parameter(start.clone()) for _ in range(3))
-    _steps(ChunkedAdamW([{"params": [ours]}], seed=0, step=0, is_8bit=True, **OPTIONS), [ours])
-    _steps(AdamW8bit([theirs], min_8bit_size=0, **OPTIONS), [theirs])
-    _steps(torch.optim.AdamW([plain], **OPTIONS), [plain])
+    steps(ChunkedAdamW([{"params": [ours]}], seed=0, step=0, is_8bit=True, **OPTIONS), [ours])
+    steps(AdamW8bit([theirs], min_8bit_size=0, **OPTIONS), [theirs])
+    steps(torch.optim.AdamW([plain], **OPTIONS), [plain])
     off, their_off = ((each - plain).norm() / (plain - start).norm() for each in (ours, theirs))
     assert off < 1.1 * their_off < 0.05
 
@@ -101,12 +103,12 @@ def test_pieces_vectors_and_odd_rows_take_torchs_steps_bit_for_bit(monkeypatch):
     ours, theirs = ([torch.nn.Parameter(_normal(*shape)) for shape in shapes] for _ in range(2))
     narrow, whole = (torch.nn.Parameter(_normal(5, 64)) for _ in range(2))
     options = {"seed": 0, "step": 0, "is_8bit": True, **OPTIONS}
-    _steps(ChunkedAdamW([{"params": [*ours, narrow]}], **options), [*ours, narrow])
+    steps(ChunkedAdamW([{"params": [*ours, narrow]}], **options), [*ours, narrow])
     monkeypatch.undo()
-    _steps(torch.optim.AdamW(theirs, fused=True, **OPTIONS), theirs)
+    steps(torch.optim.AdamW(theirs, fused=True, **OPTIONS), theirs)
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
     unused = [torch.nn.Parameter(torch.zeros(1)) for _ in ours]  # `whole` gets the same gradients
-    _steps(ChunkedAdamW([{"params": [*unused, whole]}], **options), [*unused, whole])
+    steps(ChunkedAdamW([{"params": [*unused, whole]}], **options), [*unused, whole])
     assert torch.equal(narrow, whole)
 
 

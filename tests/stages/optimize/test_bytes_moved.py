@@ -117,7 +117,7 @@ def micro_batch(
         policy = Policy(model, autocast=True)
         policy.set_mode("shared")
         policy.fuse()
-        policy.varlen = True
+        policy.kernel = "varlen"
         (pieces,) = policy.microbatches(rollouts, numbers, sequences, 1 << 30)
         layout = policy.layout(pieces, sequences)
         assert (layout.ids.numel(), len(layout.targets)) == (8073, 6840)

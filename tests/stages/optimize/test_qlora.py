@@ -38,7 +38,7 @@ def _config(**fields) -> Config:
     return world.config(**{"learning_rate": 1e-2, "lora": NF4, **fields})
 
 
-def _rounded(weight: torch.Tensor) -> torch.Tensor:
+def rounded(weight: torch.Tensor) -> torch.Tensor:
     """NF4 in blocks of 64, in float64: the nearest value times the block's largest magnitude."""
     flat = weight.double().numpy().ravel()
     rounded = np.empty_like(flat)
@@ -65,7 +65,7 @@ def pair(request, store, tmp_path):
     folders = [make_folder(tmp_path / name, request.param) for name in ("exact", "rounded")]
     weights = load_file(folders[1] / "model.safetensors")
     weights = {
-        name: _rounded(weight) if _is_rounded(name) else weight for name, weight in weights.items()
+        name: rounded(weight) if _is_rounded(name) else weight for name, weight in weights.items()
     }
     save_file(weights, folders[1] / "model.safetensors", {"format": "pt"})
     return [_import(store, folder, folder.name) for folder in folders]
@@ -78,7 +78,7 @@ def pair(request, store, tmp_path):
 def test_weights_are_the_papers_values_times_the_largest_of_their_block(shape):
     linear = nn.Linear(*shape[::-1])
     layer = Nf4Linear(linear, CPU)
-    torch.testing.assert_close(layer.weight, _rounded(linear.weight.detach()), rtol=1e-6, atol=0)
+    torch.testing.assert_close(layer.weight, rounded(linear.weight.detach()), rtol=1e-6, atol=0)
     codes, about = functional.quantize_4bit(linear.weight.detach(), quant_type="nf4", blocksize=64)
     assert torch.equal(layer.weight, functional.dequantize_4bit(codes, about))
     assert torch.equal(layer.weight_in(torch.bfloat16), layer.weight.bfloat16())
@@ -141,7 +141,7 @@ def test_layers_without_an_adapter_are_rounded_too(store, policy, made):
         world.weights(done, ADAPTER),
     )
     for name, weight in before.items():
-        expected = _rounded(weight) if _is_rounded(name) else weight
+        expected = rounded(weight) if _is_rounded(name) else weight
         key = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{key}.lora_A.weight" in adapter:
             expected = (
@@ -176,7 +176,7 @@ def test_a_run_may_start_from_the_rounded_base(store, tmp_path, dtype):
     for name, weight in world.weights(policy).items():
         assert weight.dtype == dtype
         if _is_rounded(name):
-            torch.testing.assert_close(weight, _rounded(exact[name]).to(dtype), rtol=0.02, atol=0)
+            torch.testing.assert_close(weight, rounded(exact[name]).to(dtype), rtol=0.02, atol=0)
         else:
             assert torch.equal(weight, exact[name])
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

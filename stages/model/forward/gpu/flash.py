@@ -5,20 +5,50 @@ logarithm of the sum of its exponentiated scores. These merge into the output fo
 (https://arxiv.org/abs/2205.14135, section 3.1). A backward call takes the merged output and
 logarithm, and gives its keys' part of the gradients. So completions read their prompt's keys and
 values where they stand, and none are copied.
+
+    with implemented_by("FA3"): …       # the same operations by FlashAttention 3
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
 from .choice import fits
 
 if TYPE_CHECKING:
     from ..layout import Stretches
+
+IMPLEMENTATIONS = ("FA3", "FA4")
+"""Implementations that torch can put in place of its own FlashAttention, the first tried first.
+Each is a package of its own, for some GPUs only."""
+
+
+@contextmanager
+def implemented_by(kernel: str) -> Iterator[None]:
+    """Let the implementation `kernel` compute torch's FlashAttention while the context is open; a
+    name that is not in IMPLEMENTATIONS changes nothing.
+
+    torch switches it for the whole process. That covers the backward pass in other threads. Outside
+    the context, all attention in this process is torch's own.
+    """
+    if kernel not in IMPLEMENTATIONS or kernel == current_flash_attention_impl():
+        yield
+        return
+    activate_flash_attention_impl(kernel)
+    try:
+        yield
+    finally:
+        restore_flash_attention_impl()
 
 
 class Flash(torch.autograd.Function):

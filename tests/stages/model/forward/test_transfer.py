@@ -35,7 +35,7 @@ def test_a_layout_and_its_columns_are_one_copy():
     pieces, *_ = policy.microbatches(range(len(groups)), groups, sequences, 10_000)
     policy.model.to(META)
     for varlen in (False, True):
-        policy.varlen = varlen
+        policy.kernel = "varlen" if varlen else "blocks"
         with Copies() as copies:
             layout, tokens, step = policy.layout(pieces, sequences, _columns)
         assert copies.count == 1

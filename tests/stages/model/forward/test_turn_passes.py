@@ -60,7 +60,7 @@ def test_a_kernel_for_any_lengths_is_given_the_same(kind, mode):
     with torch.no_grad(), flash.on_cpu():
         expected = torch.cat([episodes.own_logprobs(model, row) for row in rows])
         policy = Policy(model, autocast=False)
-        policy.varlen = True
+        policy.kernel = "varlen"
         logprobs = forward.packed(policy, mode, sequences, numbers)
     torch.testing.assert_close(logprobs, expected, rtol=0, atol=1e-5)
 

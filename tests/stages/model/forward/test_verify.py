@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.attention import current_flash_attention_impl
 from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from quiver.schemas.errors import ConfigError
@@ -23,8 +24,9 @@ from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.forward.verify import (
     choose_kernel,
     choose_mode,
+    is_right,
     recorded,
-    varlen_is_right,
+    right_kernel,
 )
 from quiver.stages.model.ragged import Ragged
 from tests import flash
@@ -135,7 +137,7 @@ def loops():
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2", "llama4", "qwen3_next"])
 def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(loops, kind, mode):
     policy = Policy(forward._model(kind), autocast=False)
-    policy.varlen = True
+    policy.kernel = "varlen"
     forward.compare(policy, mode, *forward._data())
 
 
@@ -195,20 +197,77 @@ def wrong_slope(*arguments, **options):
 def test_a_kernel_is_taken_where_it_runs_and_is_right(caplog, kind, kernels, dtype, message):
     """Also with a window."""
     with flash.on_cpu(*kernels):
-        assert varlen_is_right(*_calls(dtype, kind)) == (message is None)
+        assert is_right("varlen", *_calls(dtype, kind)) == (message is None)
     assert (message or "") in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
 def test_the_kernel_is_not_taken_for_caps_or_sinks(loops, caplog, kind):
-    assert not varlen_is_right(*_calls(kind=kind))
+    assert not is_right("varlen", *_calls(kind=kind))
     assert "knows no logit caps and no sinks" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kernels", "expected", "message"),
+    [
+        ([], "FA3", ""),
+        ([partial(flash.forward, wrong=True)], "varlen", "FA3 is wrong here"),
+        ([flash.forward, wrong_slope], "varlen", "FA3 is wrong here"),
+        (
+            [raising(RuntimeError("needs compute capability 9.0"))],
+            "varlen",
+            "FA3 does not run here",
+        ),
+    ],
+)
+def test_flash_attention_3_is_taken_where_it_is_installed_and_right(
+    loops, caplog, kernels, expected, message
+):
+    """By torch's own switch, which is off again afterwards."""
+    with flash.installed("FA3", *kernels):
+        assert right_kernel(*_calls(), ["FA3", "varlen"]) == expected
+        assert current_flash_attention_impl() is None
+    assert message in caplog.text and bool(message) == bool(caplog.text)
+
+
+def test_flash_attention_that_is_not_installed_is_passed_over_in_silence(loops, caplog):
+    with flash.installed(
+        "FA3", error=ModuleNotFoundError("No module named 'flash_attn_interface'")
+    ):
+        assert right_kernel(*_calls(), ["FA3", "varlen"]) == "varlen"
+    assert not caplog.text
+
+
+def test_only_a_policys_own_passes_attend_by_its_kernel(loops):
+    """Forward and backward, while its context is open; other models in the process do not."""
+    names = []
+
+    def counted(name, kernel, *arguments, **options):
+        names.append(name)
+        return kernel(*arguments, **options)
+
+    sequences, groups = forward._data()
+    policies = [Policy(forward._model("llama"), autocast=False) for _ in range(2)]
+    kernels = [partial(counted, name, getattr(flash, name)) for name in ("forward", "backward")]
+    with flash.installed("FA3", *kernels):
+        for policy, kernel in zip(policies, ("FA3", "varlen"), strict=True):
+            policy.set_mode("shared")
+            policy.kernel = kernel
+            pieces, *_ = policy.microbatches(range(10), groups, sequences, 10_000)
+            with policy.context():
+                policy(policy.layout(pieces, sequences)).logprobs.sum().backward()
+            assert set(names) == ({"forward", "backward"} if kernel == "FA3" else set())
+            names.clear()
+    gradients = [
+        torch.cat([weight.grad.flatten() for weight in policy.parameters()]) for policy in policies
+    ]
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_lack_of_memory_is_no_reason_for_another_kernel():
     kernel = raising(torch.OutOfMemoryError("CUDA out of memory"))
     with flash.on_cpu(kernel), pytest.raises(torch.OutOfMemoryError):
-        varlen_is_right(*_calls())
+        is_right("varlen", *_calls())
 
 
 def test_the_kernel_is_tried_on_the_beginnings_of_a_few_rollouts(loops):
@@ -253,4 +312,4 @@ def test_on_a_cpu_there_are_only_blocks(wanted, expected):
     policy = Policy(forward._model("llama"), autocast=True)
     policy.set_mode(wanted)
     pieces, *_ = policy.microbatches(range(10), groups, sequences, 100)
-    assert choose_kernel(policy, pieces, sequences) == expected and not policy.varlen
+    assert choose_kernel(policy, pieces, sequences) == expected and policy.kernel == "blocks"
