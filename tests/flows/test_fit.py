@@ -399,7 +399,7 @@ def test_an_engine_is_split_if_it_can_be(generate, sizes):
 
 
 def test_what_fits_a_card_of_24_gb_is_in_the_documents():
-    """The table of one-gpu.md, as `quiver fit --gpu rtx4090` counts it."""
+    """The table of memory.md, as `quiver fit --gpu rtx4090` counts it."""
     ways = {
         "`bf16`": {},
         "`adamw_8bit`": {"optimizer": "adamw_8bit"},
@@ -424,7 +424,7 @@ def test_what_fits_a_card_of_24_gb_is_in_the_documents():
         cells.append(decoded if card.fits(engine) else f"no ({engine.bytes / 1e9:.1f})")
         lines.append(f"| {' | '.join(cells)} |")
     table = "\n".join(lines)
-    document = Path(__file__).parents[2] / "deployments/docs/one-gpu.md"
+    document = Path(__file__).parents[2] / "deployments/docs/memory.md"
     assert f"\n{table}\n\n" in document.read_text(), f"the table is now\n{table}"
 
 
