@@ -321,7 +321,7 @@ def test_an_entry_of_another_tag_of_the_run_is_told(store, versions):
     store.tag("a", "other", versions[1])
     other = path_of(store, 1).parents[1] / "other" / "000001.json"
     path_of(store, 1).write_bytes(other.read_bytes())
-    with pytest.raises(CorruptError, match="a tag prod.*another entry's"):
+    with pytest.raises(CorruptError, match=r"a tag prod.*another entry's"):
         store.resolve("a/logprobs@prod")
 
 
