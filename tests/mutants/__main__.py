@@ -1,25 +1,25 @@
 """`make mutants`: put each bug into a copy of the repository, and see whether its tests notice.
 
-The tests of a file pass without a bug, which is tried first. So a mutant is caught when a test
-fails, when the tests cannot be collected, when the process dies, or when it does not end.
+The tests pass without a bug, which is tried first. So a mutant is caught when a test fails, when
+the tests cannot be collected, when the process dies, or when it does not end.
+caught.json names the test that caught each mutant, and that test is tried alone at first: all tests
+of the file run only if it passes. It says true if no single test can be named, false for a survivor.
 The exit status is 1 when one that caught.json calls caught is not caught any more.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import queue
 import random
+import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +30,16 @@ ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("caught.json")
 ROOMS = ("schemas", "stages", "flows", "deployments")
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not torture")
+Tests = tuple[str, ...]
+Record = dict[str, str | bool]
+"""By the name of a mutant: the test that caught it, True for an unnamed one, False for none."""
 PASSED = 0
 """The exit status of pytest when every test passes."""
 LEAST_LIMIT_SECONDS = 60
 LIMIT_FACTOR = 4
 """Tests that take this many times as long as without a bug, and the seconds above, do not end."""
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py::.*?)(?: - .*)?$", re.MULTILINE)
+"""A line of pytest's summary: the failed test, and what it raised."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,10 @@ class Outcome:
     output: str
 
     @property
-    def caught(self) -> bool:
-        return self.status != PASSED
+    def caught(self) -> str | bool:
+        """The test that failed; True if pytest names none, False if all passed."""
+        failed = FAILED.search(self.output)
+        return failed[1] if failed else self.status != PASSED
 
 
 class Copy:
@@ -65,6 +72,7 @@ class Copy:
         if (root / ".servers").is_dir():
             (self.root / ".servers").symlink_to(root / ".servers")
         self._link_package()
+        self.forks = self._start_forks()
 
     def _link_package(self) -> None:
         """The folder `quiver` as an editable install would show it, of links into the copy."""
@@ -76,13 +84,13 @@ class Copy:
         for room in ROOMS if api.is_dir() else ():
             (package / room).symlink_to(self.root / room)
 
-    def run(self, target: Target, source: str, limit: float | None = None) -> Outcome:
-        """The target's tests with `source` in its place; afterwards the copy is as it was."""
+    def run(self, target: Target, source: str, tests: Tests, limit: float | None) -> Outcome:
+        """Run tests with `source` as the target's text; afterwards the copy is as it was."""
         path = self.root / target.path
         before = path.read_text()
         try:
             self._write(path, source)
-            return self._pytest(target.tests, limit)
+            return self._pytest(tests, limit)
         finally:
             self._write(path, before)
 
@@ -92,31 +100,33 @@ class Copy:
         for bytecode in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             bytecode.unlink()
 
-    def _pytest(self, tests: Iterable[str], limit: float | None) -> Outcome:
+    def _start_forks(self) -> subprocess.Popen[str]:
         """Plugins are left out: no test here needs one, and they take seconds to import."""
         environment = {
             **os.environ,
             "PYTHONPATH": f"{self.importable}{os.pathsep}{self.root}",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
         }
-        command = [sys.executable, "-m", "pytest", *PYTEST, f"--basetemp={self.made_by_tests}"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.mutants.forks"],
+            cwd=self.root,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def _pytest(self, tests: Tests, limit: float | None) -> Outcome:
         left_out = [f"--deselect={test}" for test in TOO_LONG]
+        arguments = [*PYTEST, f"--basetemp={self.made_by_tests}", *left_out, *tests]
         started = time.monotonic()
-        with self.log.open("w") as log:
-            process = subprocess.Popen(
-                [*command, *left_out, *tests],
-                cwd=self.root,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            _end(process)
+        request = {"arguments": arguments, "log": str(self.log), "limit": limit}
+        self.forks.stdin.write(json.dumps(request) + "\n")
+        self.forks.stdin.flush()
+        status = json.loads(self.forks.stdout.readline())
         return Outcome(status, time.monotonic() - started, self.log.read_text())
 
 
@@ -125,13 +135,6 @@ def _files(root: Path) -> list[str]:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
     return [name for name in listed.split("\0") if name and (root / name).is_file()]
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End the tests and whatever they started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 class Runner:
@@ -144,45 +147,65 @@ class Runner:
         for number in range(jobs):
             self.copies.put(Copy(root, folder / str(number)))
 
-    def limits(self, targets: list[Target]) -> dict[Target, float]:
-        """How long each target's tests may take. SystemExit where they fail without any bug."""
+    def caught(self, mutants: list[Mutant], recorded: Record) -> Record:
+        """Try the recorded test of each mutant first, and all tests of its file if that passes."""
+        named = {
+            mutant: (test,)
+            for mutant in mutants
+            if isinstance(test := recorded.get(mutant.name), str)
+        }
+        found = self._outcomes(named, self._limits(named))
+        every = {mutant: mutant.target.tests for mutant in mutants if not found.get(mutant.name)}
+        limits = self._limits(every)
+        for target in {mutant.target for mutant in every} - limits.keys():
+            raise SystemExit(f"the tests of {target.path} fail without a bug")
+        return found | self._outcomes(every, limits)
+
+    def _limits(self, tests: dict[Mutant, Tests]) -> dict[Target, float]:
+        """How long each target's tests may take; a target is left out if they fail without a bug.
+
+        A recorded test that exists no more fails as well, and so its target's mutants get all tests.
+        """
+        of_target: dict[Target, dict[str, None]] = {}
+        for mutant, names in tests.items():
+            of_target.setdefault(mutant.target, {}).update(dict.fromkeys(names))
 
         def clean(target: Target) -> Outcome:
-            return self._run(target, (self.root / target.path).read_text(), None)
+            source = (self.root / target.path).read_text()
+            return self._run(target, source, tuple(of_target[target]), None)
 
         limits = {}
         with ThreadPoolExecutor(self.jobs) as pool:
-            for target, outcome in zip(targets, pool.map(clean, targets), strict=True):
-                if outcome.status != PASSED:
-                    pool.shutdown(cancel_futures=True)
-                    raise SystemExit(
-                        f"{outcome.output}\nthe tests of {target.path} fail without a bug"
-                    )
-                limits[target] = LEAST_LIMIT_SECONDS + LIMIT_FACTOR * outcome.seconds
-                print(f"{target.path}: {outcome.seconds:.1f} s without a bug", flush=True)
+            for target, outcome in zip(of_target, pool.map(clean, of_target), strict=True):
+                if outcome.status == PASSED:
+                    limits[target] = LEAST_LIMIT_SECONDS + LIMIT_FACTOR * outcome.seconds
+                    print(f"{target.path}: {outcome.seconds:.1f} s without a bug", flush=True)
+                else:
+                    print(outcome.output)
         return limits
 
-    def outcomes(self, mutants: list[Mutant], limits: dict[Target, float]) -> dict[str, bool]:
-        """For each mutant's name whether it is caught."""
+    def _outcomes(self, tests: dict[Mutant, Tests], limits: dict[Target, float]) -> Record:
+        """For each mutant's name what caught it, where its target has a limit."""
 
-        def try_one(mutant: Mutant) -> tuple[str, bool]:
-            outcome = self._run(mutant.target, mutant.new_source, limits[mutant.target])
-            word = "caught  " if outcome.caught else "SURVIVES"
+        def try_one(mutant: Mutant) -> tuple[str, str | bool]:
+            limit = limits[mutant.target]
+            outcome = self._run(mutant.target, mutant.new_source, tests[mutant], limit)
+            word = "caught" if outcome.caught else "passed"
             print(f"{word} {outcome.seconds:6.1f} s  {mutant.name}", flush=True)
             return mutant.name, outcome.caught
 
         with ThreadPoolExecutor(self.jobs) as pool:
-            return dict(pool.map(try_one, mutants))
+            return dict(pool.map(try_one, (mutant for mutant in tests if mutant.target in limits)))
 
-    def _run(self, target: Target, source: str, limit: float | None) -> Outcome:
+    def _run(self, target: Target, source: str, tests: Tests, limit: float | None) -> Outcome:
         copy = self.copies.get()
         try:
-            return copy.run(target, source, limit)
+            return copy.run(target, source, tests, limit)
         finally:
             self.copies.put(copy)
 
 
-def _report(mutants: list[Mutant], caught: dict[str, bool], recorded: dict[str, bool]) -> bool:
+def _report(mutants: list[Mutant], caught: Record, recorded: Record) -> bool:
     """Print what survives and each file's share; whether nothing is lost against the record."""
     survivors = [mutant for mutant in mutants if not caught[mutant.name]]
     lost = [mutant for mutant in survivors if recorded.get(mutant.name)]
@@ -193,20 +216,20 @@ def _report(mutants: list[Mutant], caught: dict[str, bool], recorded: dict[str, 
         print(f"\nNOT CAUGHT ANY MORE: {mutant.name}\n{mutant.difference()}")
     print()
     for path in dict.fromkeys(mutant.target.path for mutant in mutants):
-        own = [caught[mutant.name] for mutant in mutants if mutant.target.path == path]
+        own = [bool(caught[mutant.name]) for mutant in mutants if mutant.target.path == path]
         print(f"{sum(own):3d} of {len(own):3d} caught  {path}")
-    print(f"{sum(caught.values()):3d} of {len(caught):3d} caught")
+    print(f"{sum(map(bool, caught.values())):3d} of {len(caught):3d} caught")
     unknown = [mutant for mutant in mutants if mutant.name not in recorded]
     if unknown:
         print(f"{len(unknown)} of them are not in {RECORD.name}: --update writes it")
     return not lost
 
 
-def _read_record() -> dict[str, bool]:
+def _read_record() -> Record:
     return json.loads(RECORD.read_text()) if RECORD.exists() else {}
 
 
-def _write_record(caught: dict[str, bool], known: set[str]) -> None:
+def _write_record(caught: Record, known: set[str]) -> None:
     """Put the outcomes into the record; mutants that do not exist any more leave it."""
     merged = {name: value for name, value in _read_record().items() if name in known} | caught
     RECORD.write_text(json.dumps(merged, indent=1, sort_keys=True) + "\n")
@@ -259,8 +282,7 @@ def main() -> int:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         runner = Runner(root, Path(folder), asked.jobs)
-        limits = runner.limits(list(dict.fromkeys(mutant.target for mutant in mutants)))
-        caught = runner.outcomes(mutants, limits)
+        caught = runner.caught(mutants, recorded)
     nothing_lost = _report(mutants, caught, recorded)
     print(f"{(time.monotonic() - started) / 60:.0f} minutes with {asked.jobs} jobs")
     if asked.update:

@@ -338,6 +338,13 @@ def test_correction_golden(mode, level):
             assert found[t].item() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(("low", "high"), [(1.0, 2.0), (0.5, 1.0)])
+def test_a_mask_leaves_a_weight_at_either_bound(low, high):
+    same = torch.tensor([-1.0, -2.0])
+    found = losses.correction(same, same, torch.tensor([0, 2]), mode="mask", low=low, high=high)
+    assert found.tolist() == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("measure", ["ratio", "k2", "k3"])
 @pytest.mark.parametrize("level", ["token", "sum", "mean", "max"])
 @pytest.mark.parametrize("mode", ["truncate", "none"])

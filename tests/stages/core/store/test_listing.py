@@ -14,7 +14,7 @@ from quiver.schemas.manifest import canonical, digest
 from quiver.schemas.plain import read_json
 from quiver.stages.core.store import Store
 from quiver.stages.core.store import disk as disk_module
-from quiver.stages.core.store.listing import checksum_of
+from quiver.stages.core.store.listing import Summary, checksum_of
 from quiver.stages.core.store.retention import put_aside, remove
 from tests.faults.seam import watched
 from tests.stages.core.store.test_store import Settings, commit
@@ -261,3 +261,11 @@ def test_a_copy_of_a_version_under_another_number_is_neither(store):
     assert put_aside(store, "a/logprobs@9").version == 9
     assert verify(store) == (1, [])
     assert commits(store, 1)[0].ref.version == 10
+
+
+def test_a_version_is_no_source_of_itself():
+    fields = {"version": 1, "run": "a", "kind": "policy", "run_key": "0" * 64, "stage": "optimize"}
+    fields |= {"rows": 0, "created": "2026-01-01", "bytes": {}}
+    fields["models"] = [{"ref": "a/policy@1", "role": "policy"}]
+    fields["inputs"] = [{"ref": "a/policy@0", "role": "start"}]
+    assert Summary.of(fields, 1).sources == {"a/policy@0": "start"}

@@ -241,6 +241,8 @@ def test_the_way_back_leaves_out_what_was_given_up(store, versions):
         assert tags.previous(store.history("a", "prod")) == expected[ref]
     store.tag("a", "prod", b, why="c got worse")
     assert tags.previous(store.history("a", "prod")) == a
+    path_of(store, 1).unlink()  # by hand; the second entry still says where it came from
+    assert tags.previous(store.history("a", "prod")) == a
     store.tag("a", "prod", b, why="d is no better", key="night")
     assert tags.previous(store.history("a", "prod")) == a
     store.tag("a", "prod", d)
@@ -312,6 +314,15 @@ def test_an_entry_that_cannot_be_read_is_told(store, versions, damage):
     assert str(error) == str(caught.value)
     store.tag("a", "prod", versions[2])
     assert str(store.resolve("a/logprobs@prod")) == versions[2]
+
+
+def test_an_entry_of_another_tag_of_the_run_is_told(store, versions):
+    store.tag("a", "prod", versions[0])
+    store.tag("a", "other", versions[1])
+    other = path_of(store, 1).parents[1] / "other" / "000001.json"
+    path_of(store, 1).write_bytes(other.read_bytes())
+    with pytest.raises(CorruptError, match=r"a tag prod.*another entry's"):
+        store.resolve("a/logprobs@prod")
 
 
 def test_verify_reads_the_entries_of_old_moves_too(store, versions):

@@ -113,7 +113,7 @@ def test_a_rotation_of_a_part_of_a_head_is_the_models_own(monkeypatch):
 def test_stages_train_by_the_kernels():
     """Whole stages: adapters with a critic, and a pass under bfloat16."""
     lora = "test_lora.py::test_a_critics_head_is_trained_beside_the_adapters"
-    bf16 = "test_optimize_goes_on.py::test_bf16_autocast_trains_and_keeps_weights_in_float32"
+    bf16 = "test_optimize_goes_on.py::test_bf16_autocast_trains_and_saves_what_an_engine_loads"
     tests = [f"tests/stages/optimize/{name}" for name in (lora, bf16)]
     child("-m", "pytest", "-p", "tests.interpreted_kernels", "-p", "no:cacheprovider", *tests)
 
