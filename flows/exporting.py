@@ -104,7 +104,7 @@ class Exported:
 
     ref: str
     rewards: str | None
-    """The rewards that are written; default: the newest of the rollouts."""
+    """The rewards that are written: of several, those that `open_joined` chooses."""
     sampling: dict[str, Any]
     """How the rollouts were sampled, as `quiver import` needs it."""
     rows: int = 0
@@ -154,9 +154,7 @@ class _Exporter:
         if self.joined.has_turns:  # the limit in `sampling` is for one turn
             sampling["max_tokens"] = manifest.config_section("turns").get("max_tokens")
         sampling = {name: value for name, value in sampling.items() if value is not None}
-        rewards = self.joined.shards.get("rewards")
-        scored_by = str(rewards.version.ref) if rewards else None
-        self.exported = Exported(str(self.rollouts.ref), scored_by, sampling)
+        self.exported = Exported(str(self.rollouts.ref), self.joined.rewards, sampling)
         self.has_turns = self.joined.has_turns
         self._before_calls = text_before_calls(store, self.rollouts)
         if "prompts" not in self.joined.shards:

@@ -166,3 +166,10 @@ def flatten(node: Any, path: str = "") -> dict[str, Any]:
     for name, child in node.items():
         leaves |= flatten(child, f"{path}.{name}" if path else name)
     return leaves
+
+
+def without_nulls(node: Any) -> Any:
+    """Return `node` without the members of objects that are null, at any depth."""
+    if isinstance(node, dict):
+        return {name: without_nulls(child) for name, child in node.items() if child is not None}
+    return [without_nulls(child) for child in node] if isinstance(node, list) else node

@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 
 from quiver.flows.look.paired import match_rows
 from quiver.schemas.errors import ConfigError
-from quiver.schemas.plain import flatten
+from quiver.schemas.plain import flatten, without_nulls
 from quiver.stages.core.store import Store
 from quiver.stages.reward.measures import changes
 
@@ -71,11 +71,10 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
     for name in table_a.column_names:
         if name in table_b.column_names and name not in (key, "rollout_id"):
             pairs = zip(shared_a[name].to_pylist(), shared_b[name].to_pylist(), strict=True)
-            if pa.types.is_struct(shared_a[name].type):  # A null field means nothing.
-                pairs = (
-                    [{k: v for k, v in (cell or {}).items() if v is not None} for cell in pair]
-                    for pair in pairs
-                )
+            kind = shared_a[name].type
+            kind = kind.value_type if pa.types.is_list(kind) else kind
+            if pa.types.is_struct(kind):  # A null field means nothing.
+                pairs = ([without_nulls(cell or {}) for cell in pair] for pair in pairs)
             if count := sum(before != after for before, after in pairs):
                 changed[name] = count
     differences["rows"] = {

@@ -40,16 +40,15 @@ def export(
     trajectories. It counts what it leaves out."""
     from quiver.flows.exporting import Options
     from quiver.flows.exporting import export as write
+    from quiver.flows.look.joined import with_rewards
 
     is_parquet = parquet or out.suffix == ".parquet"
     options = Options(format, min_gap, pairs, cut, ids, where, is_parquet)
     opened = open_store(store)
     done = write(opened, ref, out, options)
     num_bytes = out.stat().st_size
-    scored = f" with {done.rewards}" if done.rewards else ""
-    lines = [
-        f"{done.ref}{scored} as {format}: {counted(done.rows, 'row')} in {out} ({size(num_bytes)})"
-    ]
+    written = f"{counted(done.rows, 'row')} in {out} ({size(num_bytes)})"
+    lines = [f"{with_rewards(done.ref, done.rewards)} as {format}: {written}"]
     left_out = [f"{count:,} {why}" for why, count in done.left_out.items() if count]
     if left_out:
         lines.append(f"left out: {', '.join(left_out)}")

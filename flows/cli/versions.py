@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -91,12 +92,13 @@ def ls(
     lines = []
     if entries and not answers_in_json():
         from quiver.flows.look.describe import HEADER, listed
-        from quiver.flows.look.words import aligned, cell
+        from quiver.flows.look.words import aligned, cell, with_short_hashes
 
-        table = [(*HEADER, *names)]
-        texts = [[cell(row.get(name, "")) for name in names] for row in values]
-        for described, added in zip(listed(opened, whole), texts or [[]] * len(whole), strict=True):
-            table.append((*described, *added))
+        has_notes = any(entry.note for _, entry in whole)
+        table = [(*HEADER[:-1], *names, HEADER.note if has_notes else "")]
+        for described, row in zip(listed(opened, whole), values or [{}] * len(whole), strict=True):
+            added = [with_short_hashes(cell(row.get(name, ""))) for name in names]
+            table.append((*described[:-1], *added, described.note))
         # sizes and row counts are right-aligned
         lines = aligned(table, right=(3, 4))
     _say_readable({"versions": rows}, lines, entries, unreadable)
@@ -197,6 +199,8 @@ _MARKS = {
 """Words for the marks of a node of a lineage."""
 _MOST_ASKED = 10
 """Rollouts versions that `--row` shows, unless with `--depth all`."""
+_MOST_USERS = 5
+"""Versions made of a deleted one that are named."""
 
 
 def lineage(
@@ -369,7 +373,7 @@ def verify(
             f"{put_aside} is put aside; its files stay in {folder}",
             "the command that made it makes it again, under another number",
             *(f"tag {name} points at it: give the tag to another version" for name in tags),
-            *(f"{user} was made of it" for user in users),
+            *_users_lines(users),
         ]
         answer = {"quarantined": str(put_aside), "folder": str(folder)}
         say(answer | {"tags": tags, "users": users}, lines)
@@ -384,6 +388,18 @@ def verify(
         raise SystemExit(min(error.exit_code for error in bad))
 
 
+def _users_lines(users: list[str]) -> list[str]:
+    """Return lines about the versions made of one that is deleted: the first few, and of many the
+    number of each kind."""
+    lines = [f"{user} was made of it" for user in users[:_MOST_USERS]]
+    num_more = len(users) - len(lines)
+    if num_more > 0:
+        counts = Counter(parse(user).kind for user in users)
+        words = ", ".join(f"{kind} {count:,}" for kind, count in counts.most_common())
+        lines.append(f"and {num_more:,} more; in all {words} (--json names each)")
+    return lines
+
+
 def rm(
     ref: Reference,
     reason: Annotated[str, typer.Option(help="why, for its mark")] = "",
@@ -394,7 +410,7 @@ def rm(
     from quiver.stages.core.store.retention import remove
 
     removed, users = remove(open_store(store), ref, reason)
-    lines = [f"{removed} is deleted", *(f"{user} was made of it" for user in users)]
+    lines = [f"{removed} is deleted", *_users_lines(users)]
     say({"removed": str(removed), "users": users}, lines)
 
 

@@ -105,23 +105,24 @@ def _print_plain(paired: Paired, selection: Selection, by: str, n: int) -> None:
     """Print the first `n` selected rollouts, or means by a column."""
     from quiver.flows.look.view.plain import group_lines, lines_of
 
+    joined = paired.first
+    answer = {"ref": str(joined.ref), "rewards": joined.rewards}
     if by:
-        groups = paired.first.groups(by)
+        groups = joined.groups(by)
         rows = groups.drop_columns("position").to_pylist()
-        say({"ref": str(paired.first.ref), "by": by, "groups": rows}, group_lines(groups))
+        say({**answer, "by": by, "groups": rows}, [joined.title, *group_lines(groups)])
         return
-    order = paired.first.order(selection)
+    order = joined.order(selection)
     positions = order[:n]
     if answers_in_json():
-        rows = paired.first.rows(positions)
-        answer = {"ref": str(paired.first.ref), "sources": paired.first.sources}
-        answer |= {"matching": len(order), "rows": rows}
+        rows = joined.rows(positions)
+        answer |= {"sources": joined.sources, "matching": len(order), "rows": rows}
         if paired.second is not None:
             partners = paired.partners([row["position"] for row in rows])
             answer |= {"beside": str(paired.second.ref), "partners": partners}
         say(answer, [])
     else:
-        say({}, lines_of(paired, positions))
+        say({}, [*paired.titles, *lines_of(paired, positions)])
 
 
 def _serve(refs: list[str], selection: Selection, store: str) -> None:

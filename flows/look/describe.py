@@ -191,19 +191,16 @@ class Listed(NamedTuple):
     version: str
     score: str = ""
     """Score of an evaluation, newest score of a policy, or mean reward of rewards; else empty."""
-    label: str = ""
-    """The version's tags, and its note in quotes."""
+    tags: str = ""
     size: str = ""
     rows: str = ""
     when: str = ""
     """Time of creation, in UTC."""
+    note: str = ""
+    """The whole note. It comes last, so that a long one moves no other column."""
 
 
-HEADER = Listed("version", "score or reward", "label", "size", "rows", "when")
-
-
-def _quoted(note: str) -> list[str]:
-    return [f"“{printable(note, _LONGEST_NAME)}”"] if note else []
+HEADER = Listed("version", "score or reward", "tags", "size", "rows", "when", "note")
 
 
 def listed(store: Store, entries: Iterable[tuple[Ref, Summary]]) -> list[Listed]:
@@ -234,10 +231,11 @@ def listed(store: Store, entries: Iterable[tuple[Ref, Summary]]) -> list[Listed]
         else Listed(
             version=str(ref),
             score=scores.get(str(ref), ""),
-            label=" ".join([*tags.get(str(ref), []), *_quoted(entry.note)]),
+            tags=" ".join(tags.get(str(ref), [])),
             size=size(entry.bytes),
             rows=f"{entry.rows:,}" if entry.rows else "",
             when=printable(entry.created[:19].replace("T", " ")),
+            note=printable(entry.note),
         )
         for ref, entry in entries
     ]

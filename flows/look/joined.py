@@ -5,8 +5,9 @@ Rows are read page by page; sorting, filters and search read whole columns.
 
 Any version of the chain may be named: rollouts, rewards, logprobs, advantages, updates,
 evaluations, a policy, or prompts. The rollouts behind it are joined with what belongs to that
-version. For every other kind, the newest version made from these rollouts is taken. Advantages
-are the newest made from the rewards that are shown.
+version. For every other kind, a version made from these rollouts is taken: of several, the one
+that the run's own next policy was made of, else the newest. Advantages are made from the rewards
+that are shown.
 
     joined = open_joined(store, "arith/rewards@3")
     order = joined.order(Selection(sort="reward", descending=True, where="length > 20"))
@@ -20,6 +21,7 @@ import operator
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache, cached_property, partial, reduce
@@ -29,7 +31,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import ConfigError, LineageError, printable, quoted_name
+from quiver.schemas.errors import (
+    ConfigError,
+    CorruptError,
+    LineageError,
+    printable,
+    quoted_name,
+)
 from quiver.schemas.manifest import Manifest
 from quiver.schemas.prompts import MEDIA, OURS
 from quiver.schemas.refs import Ref
@@ -37,6 +45,7 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.turns.statistics import COUNTS, counts_of, sum_of_each
 
 from .episodes import turn_fields
+from .gather import Manifests, ends_of
 from .shards import Shards, schema_of
 
 ANSWERS = ("answer", "reference", "solution", "target", "label", "ground_truth", "expected")
@@ -112,6 +121,18 @@ class Joined:
         """Reference of the policy that sampled."""
         model = self.rollouts.version.manifest.model("policy")
         return model.ref if model else None
+
+    @property
+    def rewards(self) -> str | None:
+        """Reference of the rewards."""
+        shards = self.shards.get("rewards")
+        return str(shards.version.ref) if shards else None
+
+    @property
+    def title(self) -> str:
+        """The version, the policy that sampled, and the rewards, if they are another version."""
+        by = f" by {self.policy}" if self.policy else ""
+        return with_rewards(f"{self.ref}{by}", None if self.ref.kind == "rewards" else self.rewards)
 
     @property
     def score_name(self) -> str:
@@ -476,6 +497,11 @@ def rows(store: Store, ref: str | Ref) -> pa.Table:
     return open_joined(store, ref).table()
 
 
+def with_rewards(name: str, rewards: str | None) -> str:
+    """Return `arith/rollouts@3 with arith/rewards@4`; the name alone without rewards."""
+    return f"{name} with {rewards}" if rewards else name
+
+
 def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> Joined:
     """Open the rollouts behind `ref` and all that joins them.
 
@@ -486,17 +512,21 @@ def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> 
     """
     version = store.open(ref)
     manifest = version.manifest
+    line_of_run = cache(partial(_own_line, store))
 
     def behind(
         kind: str, source: Version | None, made_as: str = "rollouts", model: str = ""
     ) -> Version | None:
         """Return the version of `kind` that belongs to `version`: itself, the one that it names, or
-        else the newest that was made from `source`."""
+        else one that was made from `source`."""
         if manifest.kind == kind and (not model or manifest.model(model)):
             return version
         if entry := manifest.input(model or kind):
             return _named(store, manifest, entry.ref, kind)
-        return _newest(store, source, kind, made_as, model) if source else None
+        found = _made_from(store, source, kind, made_as, model) if source else []
+        if len(found) > 1:  # manifests of a whole line are read
+            found.sort(key=partial(_first_use, line_of_run(source.ref.run)))
+        return found[0] if found else None
 
     rollouts = behind("rollouts", version if manifest.kind == "prompts" else None, "prompts")
     if rollouts is None:
@@ -544,21 +574,38 @@ def _named(store: Store, manifest: Manifest, ref: str, kind: str) -> Version | N
     return version
 
 
-def _newest(
-    store: Store, source: Version, kind: str, role: str = "rollouts", model: str = ""
-) -> Version | None:
-    """Return the newest version of `kind` in the run of `source` that was made from it as `role`.
-    With `model`, only versions made by a model of this role count."""
-    run = source.ref.run
-    for ref, summary in reversed(store.summaries(run, kind)):
-        if summary.error or summary.created < source.manifest.created:
+def _made_from(store: Store, source: Version, kind: str, role: str, model: str) -> list[Version]:
+    """Return the versions of `kind` in the run of `source` that were made from it as `role`, the
+    newest first. With `model`, only versions made by a model of this role count."""
+    versions = []
+    for ref, summary in reversed(store.summaries(source.ref.run, kind)):
+        if summary.error or str(source.ref) not in summary.sources:
             continue
         version = store.version(ref)
         inputs = version.manifest.inputs
         roles = {each.role.partition(".")[0] for each in inputs if each.ref == str(source.ref)}
         if role in roles and (not model or version.manifest.model(model)):
-            return version
-    return None
+            versions.append(version)
+    return versions
+
+
+def _own_line(store: Store, run: str) -> list[Manifest]:
+    """Return the policies of the run's own line, the oldest first; none if they cannot be read."""
+    manifests = Manifests(store)
+    with suppress(LineageError, CorruptError):
+        newest = manifests.store.open(ends_of(store, run)[0]).manifest
+        return list(manifests.line(newest))[::-1]
+    return []
+
+
+def _first_use(policies: Sequence[Manifest], version: Version) -> int:
+    """Return the index of the first policy that was made of `version`; their number if none was."""
+    ref = str(version.ref)
+    for index, policy in enumerate(policies):
+        sources = [entry.ref for entry in policy.inputs]
+        if ref in (*sources, policy.metrics.get("advantages")):
+            return index
+    return len(policies)
 
 
 def _count_fields(column: pa.ChunkedArray) -> pa.ChunkedArray:

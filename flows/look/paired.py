@@ -58,6 +58,11 @@ class Paired:
             return [("", self.first, row)]
         return [("A", self.first, row), ("B", self.second, partner)]
 
+    @property
+    def titles(self) -> list[str]:
+        """The title of each side, after its name."""
+        return [f"{name} {joined.title}".strip() for name, joined, _ in self.sides({}, {})]
+
 
 def pair(store: Store, first: str, second: str | None, most_bytes: int | None = None) -> Paired:
     """Pair two versions by the ids of their rollouts, else by prompt and sample.

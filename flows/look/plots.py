@@ -17,6 +17,8 @@ from . import templates
 from .words import number
 
 MOST_POINTS = 200
+_SHARES = ("clip_fraction",)
+"""Columns of an updates table that hold shares."""
 _MOST = 1e100
 """Numbers beyond it are not drawn, like infinity: their differences would overflow."""
 # edges of a curve within its panel, in pixels; an SVG's y grows downwards
@@ -28,11 +30,12 @@ _BOTTOM = 154
 
 class Panel(NamedTuple):
     """One curve: points (x, y, half the length of its error bar), x rising, y None if missing.
-    `beside` holds the points of another run, for comparison."""
+    `beside` holds the points of another run, for comparison. The axis of a share begins at 0."""
 
     title: str
     points: Sequence[tuple[int, float | None, float]]
     beside: Sequence[tuple[int, float | None, float]] = ()
+    is_share: bool = False
 
 
 class Picture(NamedTuple):
@@ -60,14 +63,18 @@ def night_panel(evaluations: Iterable[tuple[int, Mapping[str, Any]]]) -> Panel:
 
 def step_panels(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[Panel]:
     """Return one panel per column of an updates table, over `step`."""
-    return [Panel(name, [(row["step"], row[name], 0.0) for row in rows]) for name in columns]
+    return [
+        Panel(name, [(row["step"], row[name], 0.0) for row in rows], is_share=name in _SHARES)
+        for name in columns
+    ]
 
 
 def draw(panels: Sequence[Panel], x_name: str) -> Picture | None:
     """Draw two panels per row. The chart has its own background, since a page may be dark or light.
     A panel without values is left out; returns None if no panel has one."""
     thinned = [
-        Panel(panel.title, _thinned(panel.points), _thinned(panel.beside)) for panel in panels
+        panel._replace(points=_thinned(panel.points), beside=_thinned(panel.beside))
+        for panel in panels
     ]
     drawn = [panel for panel in thinned if panel.points]
     if not drawn:
@@ -111,7 +118,13 @@ def _chart(panel: Panel) -> dict[str, Any]:
     if margin < 1 / _MOST:
         margin = 1.0
     floor = lowest - margin
-    y_range = highest + margin - floor
+    ceiling = highest + margin
+    if panel.is_share:
+        floor = 0.0
+        ceiling = min(ceiling, 1.0)
+    elif lowest >= 0:  # what was never negative has no room below 0
+        floor = max(floor, 0.0)
+    y_range = ceiling - floor
 
     def across(x: float) -> float:
         portion = (x - first_x) / x_range if x_range else 0.5
@@ -123,7 +136,7 @@ def _chart(panel: Panel) -> dict[str, Any]:
     curves = filter(None, (panel.points, panel.beside))
     return {
         "title": panel.title,
-        "levels": [(down(y), f"{y:.6g}") for y in ticks(floor, floor + y_range, 4)],
+        "levels": [(down(y), f"{y:.6g}") for y in ticks(floor, ceiling, 4)],
         "marks": [
             (across(x), round(x)) for x in ticks(first_x, first_x + x_range, 6, least_step=1)
         ],

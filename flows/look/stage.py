@@ -142,8 +142,11 @@ def curves_of(gathered: Gathered) -> list[Panel]:
     """Return panels of scores, rewards, lengths and contrast over the iterations."""
     iterations = gathered.iterations
 
-    def curve(title: str, number_of: Callable[[Iteration], float | None]) -> Panel:
-        return Panel(title, [(done.policy.version, number_of(done), 0.0) for done in iterations])
+    def curve(
+        title: str, number_of: Callable[[Iteration], float | None], is_share: bool = False
+    ) -> Panel:
+        points = [(done.policy.version, number_of(done), 0.0) for done in iterations]
+        return Panel(title, points, is_share=is_share)
 
     functions = {name for done in iterations for name in metric(done.rewards, "functions") or ()}
     by_function = [
@@ -162,11 +165,12 @@ def curves_of(gathered: Gathered) -> list[Panel]:
         curve("mean reward", lambda done: done.reward_mean),
         *(by_function if len(functions) > 1 else ()),
         lengths,
-        curve("share ended at the limit", lambda done: done.length_share),
+        curve("share ended at the limit", lambda done: done.length_share, is_share=True),
         curve("turns of an episode", lambda done: done.episodes and done.episodes["mean_turns"]),
         curve(
             "groups without contrast",
             lambda done: metric(done.rewards, "groups", "zero_variance"),
+            is_share=True,
         ),
         *([rounds] if any(y > 1 for _, y, _ in rounds.points) else ()),
     ]

@@ -131,6 +131,7 @@ _ENVIRONMENT.filters |= {
     "printable": partial(printable, limit=LIMIT),
     "score": words.score_of,
     "share": words.share,
+    "short_hashes": words.with_short_hashes,
     "size": words.size,
     "turns": partial(episodes.pieces_of_turns, most=MOST_TURNS),
     "unscored": words.unscored_of,

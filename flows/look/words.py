@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from quiver.schemas.errors import printable
 
 size = filesize.decimal
 """Returns bytes as text, such as `13.1 kB`."""
+_HASH = re.compile(r"\b([0-9a-f]{12})[0-9a-f]{52}\b")
 
 
 def rounded(cell: Any) -> Any:
@@ -32,6 +34,11 @@ def cell(content: Any) -> str:
     if isinstance(content, int | float):
         return number(content + 0)  # no −0
     return number(None) if content is None else printable(content)
+
+
+def with_short_hashes(text: str) -> str:
+    """Cut each SHA-256 hash in a text to its first 12 digits."""
+    return _HASH.sub(r"\1", text)
 
 
 def share(portion: float | None) -> str:

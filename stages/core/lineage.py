@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import LineageError, printable
 from quiver.schemas.manifest import digest
+from quiver.schemas.plain import without_nulls
 from quiver.schemas.refs import KINDS
 from quiver.stages.core.store import Store, Version
 
@@ -59,8 +60,8 @@ def pair_prompts(
     """Return a name for each group id of the two versions: equal names mean the same prompt.
 
     If both come from the same prompts, or from prompts with the same bytes, a group's id is its
-    name. Otherwise the name is made of the prompt's content: the chat, or the text if there is no
-    chat; the second of two equal prompts gets another name.
+    name. Otherwise the name is made of the prompt's content: the chat, or the text if prompts of
+    one of the two have no chat; the second of two equal prompts gets another name.
 
     Raises LineageError if the prompts are gone or a version has none; and later, on looking up a
     group that the prompts do not have.
@@ -71,7 +72,15 @@ def pair_prompts(
         groups = prompts_a.table(["group_id"])["group_id"].to_pylist()
         same = _Names(prompts_a, dict(zip(groups, groups, strict=True)))
         return same, same
-    return tuple(_Names(each, _names_by_content(each.table())) for each in (prompts_a, prompts_b))
+    both = (prompts_a, prompts_b)
+    tables = [prompts.table(["group_id", "messages", "prompt_text"]) for prompts in both]
+    has_chats = not any(table["messages"].null_count for table in tables)
+    column = "messages" if has_chats else "prompt_text"
+    names_a, names_b = (
+        _Names(prompts, _names_by_content(table, column))
+        for prompts, table in zip(both, tables, strict=True)
+    )
+    return names_a, names_b
 
 
 class _Names(dict[str, str]):
@@ -111,11 +120,12 @@ def prompts_of(store: Store, version: Version) -> Version:
     return prompts
 
 
-def _names_by_content(prompts: pa.Table) -> dict[str, str]:
+def _names_by_content(prompts: pa.Table, column: str) -> dict[str, str]:
+    """Return a name for each group id, made of the prompt's content in this column."""
     names: dict[str, str] = {}
     seen: Counter[str] = Counter()
-    for row in prompts.select(["group_id", "messages", "prompt_text"]).to_pylist():
-        content = digest(row["messages"] or row["prompt_text"])
+    for row in prompts.to_pylist():
+        content = digest(without_nulls(row[column]))  # messages of prompts/2 have more fields
         names[row["group_id"]] = f"{content}-{seen[content]}"
         seen[content] += 1
     return names

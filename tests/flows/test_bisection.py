@@ -6,8 +6,10 @@ import pytest
 
 from quiver.flows.bisection import bisect
 from quiver.flows.calls import by_hand
+from quiver.flows.evaluation import measure
 from quiver.flows.look.comparisons import bisection_lines
 from quiver.flows.recipe import load
+from quiver.flows.rerun import rerun
 from quiver.schemas.errors import LineageError
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, marks
@@ -73,6 +75,19 @@ def workplace(tmp_path, monkeypatch):
 def search(recipe, good, bad):
     with by_hand(recipe):
         return bisect(recipe, f"line/policy@{good}", f"policy@{bad}")
+
+
+def test_what_was_measured_against_another_baseline_is_not_sampled_again(workplace):
+    """As by a sweep or a night: only the last stage, which compares, is another one."""
+    recipe, stages = workplace
+    with by_hand(recipe):
+        judge = recipe.held_out_resolved()
+        baseline = measure(judge, "line/policy@0", 0).ref
+        with_baseline = measure(judge, "line/policy@1", 1, baseline=baseline)
+        assert "difference" in with_baseline.metrics
+        stages.clear()
+        alone = rerun(recipe, "evaluate", {"policy": "line/policy@1"})
+    assert stages == ["evaluate"] and alone.metrics["score"] == with_baseline.metrics["score"]
 
 
 def test_the_first_worse_policy_is_found_with_few_measurements(workplace):

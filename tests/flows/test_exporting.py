@@ -13,8 +13,10 @@ from datasets import load_dataset
 
 from quiver.flows import exporting, json_lines
 from quiver.flows.cli import episodes as commands
+from quiver.flows.cli.compare import diff
 from quiver.flows.exporting import Options, export
 from quiver.flows.json_lines import to_lines
+from quiver.flows.look.paired import pair
 from quiver.schemas.cells import json_array
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.core.store import Store
@@ -358,6 +360,24 @@ def test_imported_prompts_keep_chat_and_columns(made, tmp_path):
     assert rewards == versions.rewards.table()["reward"].to_pylist()
     rollouts = theirs.open("tiny/rollouts@1")
     assert rollouts.manifest.input("prompts").ref == "tiny/prompts@1"
+
+
+@pytest.mark.parametrize("has_messages", [True, False])
+def test_an_imported_copy_pairs_with_its_original(tmp_path, has_messages):
+    """By the chats of the prompts, though their schema has more fields; by their texts if the lines
+    have no chats."""
+    store = Store(tmp_path / "store")
+    made = exported.make(store, tmp_path)
+    path = tmp_path / "all.jsonl"
+    export(store, str(made.rewards.ref), path, Options("trajectories"))
+    if not has_messages:
+        lines = [{**line, "messages": None} for line in rows_of(path)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    commands.import_(path, str(made.policy.ref), into="copy", store=str(store.url))
+    paired = pair(store, str(made.rewards.ref), "copy/rewards@1")
+    assert paired.places.tolist() == list(range(len(made.rewards.table())))
+    changed = diff(store, str(made.prompts.ref), "copy/prompts@1")["rows"]["changed"]
+    assert changed == ({} if has_messages else {"messages": 3})
 
 
 @pytest.mark.parametrize(

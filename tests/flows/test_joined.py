@@ -15,6 +15,7 @@ from quiver.flows.look.shards import Shards
 from quiver.schemas.errors import ConfigError, CorruptError, LineageError
 from quiver.stages.core.store import Store
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
+from tests.writing import run_here
 
 NUM_ROWS = 600  # three shards
 
@@ -271,6 +272,24 @@ def test_advantages_are_those_made_of_the_rewards_that_are_shown(golden, tmp_pat
     shutil.rmtree(Path(store.url) / "golden/advantages/v000001")
     for ref in ("golden/rewards@5", "golden/rollouts@1", "golden/policy@1"):
         assert "advantages" not in open_joined(store, ref).shards
+
+
+def test_of_several_versions_that_of_the_runs_own_line_is_shown(golden, tmp_path):
+    """Cells of a sweep and replay, which came later, hide nothing of what was trained on first."""
+    store = Store(shutil.copytree(golden.url, tmp_path / "store"))
+    shutil.rmtree(tmp_path / "store/golden/tags")  # with nights, the newest policy ends the line
+    shorter = {"functions": [{"use": "length", "arguments": {"target": 1}}]}
+    later = run_here("reward", shorter, store, rollouts="golden/rollouts@1")
+    refs = {"rollouts": "golden/rollouts@1", "rewards": "golden/rewards@5"}
+    config = {"learning_rate": 1e-2, "device": "cpu", "save_optimizer": False}
+    cell = run_here("optimize", config, store, policy="golden/policy@0", **refs)
+    joined = open_joined(store, "golden/rollouts@1")
+    assert joined.title == "golden/rollouts@1 by golden/policy@0 with golden/rewards@5"
+    assert str(joined.shards["advantages"].version.ref) == "golden/advantages@1"
+    assert open_joined(store, later).title == f"{later} by golden/policy@0"
+    advantages = store.open(cell).manifest.metrics["advantages"]
+    assert advantages in open_joined(store, cell).sources
+    assert open_joined(store, "golden/rollouts@4").title == "golden/rollouts@4 by golden/policy@0"
 
 
 def test_rewards_that_are_gone_are_not_those_of_another_version(golden, tmp_path):

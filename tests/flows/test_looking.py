@@ -12,7 +12,7 @@ import pytest
 from quiver.flows.cli import versions
 from quiver.flows.cli.compare import diff
 from quiver.flows.look.columns import picked
-from quiver.flows.look.describe import listed, score_line
+from quiver.flows.look.describe import score_line
 from quiver.flows.look.episodes import pieces_of
 from quiver.flows.look.lineage import origin_of
 from quiver.flows.look.stage import default_path
@@ -21,7 +21,6 @@ from quiver.schemas.manifest import from_json
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, marks
 from quiver.stages.core.store.listing import EXPIRED
-from quiver.stages.core.store.readable import readable_entries
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 from tests.stages.optimize import world
 from tests.tiny import make_policy
@@ -244,7 +243,7 @@ def test_errors_that_nobody_has_do_not_differ(tmp_path):
     assert changed == {"parts": 8}
 
 
-NOTED = {"note": "a half the rate\nfor the night"}
+NOTED = {"note": "a half the rate\nfor the night" + " and the day after it" * 3}
 
 
 @pytest.fixture(scope="module")
@@ -268,12 +267,13 @@ def test_a_note_is_kept_and_shown_and_decides_nothing(noted, capsys, in_json):
     again = run_here("reward", with_note.config, noted, rollouts="bench/rollouts@1", note="another")
     assert str(again) == "bench/rewards@2" and noted.open(again).manifest.note == NOTED["note"]
     versions.show("bench/rewards@2", 0, noted.url)
-    assert "note        a half the rate\\nfor the night" in capsys.readouterr().out
+    assert "note        a half the rate\\nfor the night and" in capsys.readouterr().out
+    versions.ls(store=noted.url)
+    header, *_, last = capsys.readouterr().out.splitlines()
+    assert header.endswith("  note") and last.endswith(NOTED["note"].replace("\n", "\\n"))
     for _ in ("manifest", "index"):
         rows = in_json(versions.ls, store=noted.url)["versions"]
         assert [row.get("note") for row in rows] == [None, None, None, NOTED["note"]]
-    quoted = "“a half the rate\\nfor the night”"
-    assert [row.label for row in listed(noted, readable_entries(noted)[0])][-1] == quoted
     assert origin_of(with_note)["note"] == NOTED["note"]
     with pytest.raises(ConfigError, match="at most 1000 are kept"):
         run_here("reward", {}, noted, rollouts="bench/rollouts@1", note="x" * 1001)
@@ -300,6 +300,41 @@ def test_ls_shows_the_keys_that_differ_and_those_that_are_named(noted, in_json):
     ]
     with pytest.raises(ConfigError, match="only one of these can be given"):
         versions.ls(store=noted.url, columns="rows", differing=True)
+
+
+def test_hashes_are_cut_in_tables_alone(store, capsys, in_json):
+    key = "functions.0.fingerprint"
+    whole = Store(store).open("golden/rewards@3").manifest.config["functions"][0]["fingerprint"]
+    short = whole[: len("sha256:") + 12]
+    versions.ls("golden", store, columns=key)
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("golden/rewards@3 ")]
+    assert line.endswith(f"  {short}")
+    versions.diff("golden/rewards@1", "golden/rewards@3", store)
+    changed = capsys.readouterr().out
+    assert f" → {short}\n" in changed and not re.search("[0-9a-f]{64}", changed)
+    rows = in_json(versions.ls, "golden", store=store, columns=key)["versions"]
+    assert {key: whole} in [row["columns"] for row in rows]
+
+
+def test_rm_names_a_few_of_many_versions_that_were_made_of_it(tmp_path, capsys, in_json):
+    store = Store(tmp_path / "store")
+    prompts = make_prompts(store, 1)
+    for _ in range(2):
+        rollouts = write_version(
+            store, "rollouts", "generate", rollouts_table(4, 4, 4), {"prompts": prompts}
+        )
+    for _ in range(8):
+        make_rewards(store, rollouts)
+    versions.rm(str(rollouts.ref), store=store.url)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "bench/rollouts@2 is deleted" and len(lines) == 7
+    assert lines[1] == "bench/rewards@1 was made of it"
+    assert lines[-1] == "and 3 more; in all rewards 8 (--json names each)"
+    versions.rm("bench/rewards@1", store=store.url)
+    assert capsys.readouterr().out == "bench/rewards@1 is deleted\n"
+    users = in_json(versions.rm, "bench/prompts@1", store=store.url)["users"]
+    assert users == ["bench/rollouts@1"]
 
 
 def test_ls_has_no_keys_of_a_manifest_that_was_lost_since_it_was_read(noted, tmp_path, in_json):

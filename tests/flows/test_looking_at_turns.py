@@ -178,13 +178,14 @@ def test_a_run_prints_how_its_last_episodes_went(store):
 def test_a_plain_table_has_turns_and_end_reasons(store, capsys, in_json):
     path = store.url
     viewing.view("tiny/rewards@2", sort="turns", descending=True, store=path)
-    header, *rows = capsys.readouterr().out.splitlines()
+    _, header, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[:5] == ["row", "reward", "tokens", "turns", "end_reason"]
     assert [cells.split()[3:5] for cells in rows] == [
         ["60", "max_tokens"], ["3", "answered"], ["1", "timeout"], ["1", "max_turns"],
     ]  # fmt: skip
     viewing.view("tiny/rewards@1", store=path)
-    assert capsys.readouterr().out.split()[:4] == ["row", "reward", "tokens", "end"]
+    _, header, *_ = capsys.readouterr().out.splitlines()
+    assert header.split()[:4] == ["row", "reward", "tokens", "end"]
     shown = in_json(viewing.view, "tiny/rewards@2", store=path)["rows"][0]
     assert (shown["end_reason"], shown["turn_rewards"]) == ("answered", [1.0, 2.0, 3.0])
     first, _, last = shown["turns"]

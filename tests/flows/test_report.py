@@ -306,6 +306,23 @@ def test_numbers_that_no_plot_can_hold_are_left_out(extreme):
             assert picture is None or not re.search("nan|inf", picture.svg)
 
 
+@pytest.mark.parametrize(
+    "ys, is_share, first, last",
+    [
+        ([0.0, 0.0], True, 0, 1),
+        ([0.0, 0.0], False, 0, 1),
+        ([1.0, 1.0], True, 0, 1),
+        ([0.4, 0.4], True, 0, 0.4),
+        ([0.001, 1.0], False, 0, 1),
+        ([-1.0, 1.0], False, -1, 1),
+    ],
+)
+def test_an_axis_has_no_room_for_what_cannot_be(ys, is_share, first, last):
+    panel = Panel("share", [(x, y, 0.0) for x, y in enumerate(ys)], is_share=is_share)
+    levels = re.findall(r'text-anchor="end">([^<]*)<', draw([panel], "step").svg)
+    assert [float(levels[0]), float(levels[-1])] == [first, last]
+
+
 def test_the_line_of_the_run_is_told_of_and_others_are_named(store):
     """What was trained by hand beside a run hides nothing of it, whether it is as long or
     shorter, and measured or not."""

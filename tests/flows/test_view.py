@@ -59,7 +59,8 @@ def long(tmp_path_factory) -> Store:
 
 def test_a_plain_table_is_sorted_and_cut(store, capsys):
     viewing.view("golden/rewards@1", sort="reward", descending=True, n=3, store=store.url)
-    header, *rows = capsys.readouterr().out.splitlines()
+    title, header, *rows = capsys.readouterr().out.splitlines()
+    assert title == "golden/rewards@1 by golden/policy@0"
     assert header.split() == [
         "row", "reward", "tokens", "end", "advantage", "ratio", "prompt", "reference", "completion",
     ]  # fmt: skip
@@ -73,7 +74,9 @@ def test_two_policies_stand_side_by_side_by_their_evaluations(store, capsys):
     viewing.view(
         "golden/policy@0", "golden/policy@2", sort="change", descending=True, store=store.url
     )
-    _, *rows = capsys.readouterr().out.splitlines()
+    first, second, _, *rows = capsys.readouterr().out.splitlines()
+    assert first == "A held/evaluations@1 by golden/policy@0 with held/rewards@1"
+    assert second == "B held/evaluations@4 by golden/policy@2 with held/rewards@2"
     gains = [float(row.split()[3]) for row in rows]
     scores = [store.open(f"held/evaluations@{n}").table()["score"].to_numpy() for n in (1, 4)]
     expected = sorted(scores[1] - scores[0], key=abs, reverse=True)
@@ -113,12 +116,13 @@ def test_without_textual_a_terminal_is_told_what_to_install(store):
     assert 'Next: pip install "quiver-rl[view]"' in refused.stderr
     piped = subprocess.run([*command, "--json", "-n", "2"], capture_output=True, check=True)
     answer = json.loads(piped.stdout)
+    assert answer["rewards"] == answer["ref"] == "golden/rewards@1"
     assert [row["position"] for row in answer["rows"]] == [0, 1] and answer["matching"] == 16
 
 
 def test_means_by_a_column_are_a_table(store, capsys):
     viewing.view("golden/rewards@1", by="end", store=store.url)
-    header, *rows = capsys.readouterr().out.splitlines()
+    _, header, *rows = capsys.readouterr().out.splitlines()
     assert header.split() == ["finish_reason", "count", "mean", "std", "min", "max"]
     assert sum(int(row.split()[1]) for row in rows) == 16
     with pytest.raises(ConfigError, match="not a page"):

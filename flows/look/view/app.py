@@ -253,7 +253,7 @@ class GroupsScreen(TableScreen):
             for row, group in zip(first_rows, shown.to_pylist(), strict=True)
         ]
         order = "as stored" if self.sort == "position" else f"highest {self.sort} first"
-        return f"{joined.ref}  ·  prompts, {joined.score_name} of each  ·  {order}", rows
+        return f"{joined.title}  ·  prompts, {joined.score_name} of each  ·  {order}", rows
 
     def action_sort(self) -> None:
         """Sort by the next column."""
@@ -322,12 +322,7 @@ class RowsScreen(TableScreen):
         self.shown = list(zip(rows, self.paired.partners(positions), strict=True))
         cells = [cells_of(self.paired, *pair, self.table_columns) for pair in self.shown]
         selection = self.selection
-        texts = [str(self.joined.ref)]
-        if self.joined.policy:
-            texts[0] += f" by {self.joined.policy}"
-        if self.paired.second is not None:
-            texts[0] = f"A {texts[0]}"
-            texts.append(f"B {self.paired.second.ref} by {self.paired.second.policy}")
+        texts = self.paired.titles
         if selection.sort == "random":
             texts.append("random order")
         elif selection.sort:
