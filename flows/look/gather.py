@@ -266,10 +266,12 @@ def ends_of(store: Store, run: str) -> list[str]:
     for version in store.with_expired().versions(run, "policy"):  # by number: parents first
         ref = str(version.ref)
         parent = version.manifest.input("policy")
+        continues = parent is not None and parent.ref in lengths
         if is_of_sweep(version.manifest.note):
             swept.add(ref)
-        is_sibling = parent and ref in swept and parent.ref not in swept
-        if parent and parent.ref in lengths and ref in visible and not is_sibling:
+            # a cell continues no line of the run's own; the base alone is none
+            continues = continues and (parent.ref in swept or lengths[parent.ref] == 0)
+        if continues and ref in visible:
             visible.discard(parent.ref)
         lengths[ref] = lengths.get(parent.ref, 0) + 1 if parent else 0
     ends = [ref for ref in lengths if ref in visible]

@@ -107,7 +107,8 @@ def table_of(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[list[str]
     for row in rows:
         labels = labels_of(row).values()
         if row["error"]:
-            failed = f"failed: {row['error']['code']} {_first_sentence(row['error']['message'])}"
+            sentence = row["error"]["message"].partition("\n")[0].partition(". ")[0]
+            failed = f"failed: {row['error']['code']} {printable(sentence, MOST_OF_ERROR)}"
             table.append([str(row["cell"]), *labels, failed, *[""] * 4])
             continue
         if row["policy"] is None:
@@ -151,11 +152,6 @@ def flat_row(part: str, row: Mapping[str, Any]) -> dict[str, Any]:
 def _error_of(row: Mapping[str, Any]) -> str | None:
     error = row["error"]
     return error and f"{error['code']} {error['message']}"
-
-
-def _first_sentence(message: str) -> str:
-    sentence = message.partition("\n")[0].partition(". ")[0]
-    return printable(sentence, MOST_OF_ERROR)
 
 
 def _error_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -341,6 +341,15 @@ def test_a_sweeps_cells_are_no_iterations_even_if_the_runs_own_policies_expired(
     assert [each.policy.version for each in found.iterations] == [1, 2]
 
 
+def test_the_line_of_a_run_that_only_swept_is_a_cells(store):
+    for ref in ("bench/policy@2", "bench/policy@1"):
+        remove(store, ref)
+    refs = {"rollouts": "bench/rollouts@1", "rewards": "bench/rewards@1"}
+    config = CONFIG.model_copy(update={"seed": 7})
+    optimize(config, store, policy="bench/policy@0", note="sweep 0123456789ab, cell 1 (7)", **refs)
+    assert [each.policy.version for each in gather(store, "bench").iterations] == [3]
+
+
 def test_a_line_that_was_deleted_is_not_followed(store):
     refs = {"rollouts": "bench/rollouts@2", "rewards": "bench/rewards@2"}
     longer = CONFIG.model_copy(update={"seed": 7, "max_staleness": 2})

@@ -148,6 +148,9 @@ def test_what_a_sweep_makes_is_told_from_the_iterations_of_its_run(made, command
     refs += [row[kind] for row in answer["cells"] for kind in ("policy", "evaluation")]
     assert all(is_of_sweep(store.version(parse(ref)).manifest.note) for ref in refs)
     assert not any(is_of_sweep(version.manifest.note) for version in store.versions("tiny"))
+    options = ("--set", "run=alike", "--over", "optimize.learning_rate=1e-3")
+    _, other = command("sweep", "recipe.toml", *options)
+    assert [row["cached"] for row in other["cells"]] == [True, True], "another sweep's cells"
 
 
 def test_a_sweep_that_was_killed_in_its_first_cell_says_how_to_go_on(made, monkeypatch):
