@@ -18,7 +18,7 @@ from quiver.flows.look.words import counted
 from quiver.schemas.errors import CorruptError, QuiverError, unexpected
 from quiver.stages.core.config import Config
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.listing import EXPIRED, NO_OPTIMIZER
+from quiver.stages.core.store.listing import EXPIRED, NO_OPTIMIZER, is_of_sweep
 from quiver.stages.core.store.retention import Rule, collect
 
 from .sections import SIDE_RUNS
@@ -30,7 +30,8 @@ class Retention(Config):
     """Which of its versions the run keeps. Default: all; nothing is cleaned up."""
 
     keep: int | None = Field(None, ge=1)
-    """Number of versions of each kind to keep, together with their inputs. Default: all."""
+    """Number of versions of each kind to keep, together with their inputs. What the run's sweeps
+    made is counted apart. Default: all."""
     moments: int | None = Field(None, ge=1)
     """Number of newest policies whose optimizer state is kept. Default: every kept policy's. A
     policy without it can be sampled and measured; training it further needs
@@ -45,7 +46,7 @@ def clean_up(path: str, run: str, retention: Retention, policy: str | None = Non
 
     `policy`, from which the run continues, and the policies trained from it keep their optimizer
     states, even if newer ones were trained by hand. So a finished run that is run again keeps what
-    its later iterations made.
+    its later iterations made, but not each cell of a sweep that started from it.
     """
     if retention.keep is None and retention.moments is None:
         return
@@ -56,7 +57,8 @@ def clean_up(path: str, run: str, retention: Retention, policy: str | None = Non
         for version in store.versions(run, "policy"):  # By number, so that parents come first.
             with suppress(CorruptError):  # Damaged; not this function's concern.
                 parent = version.manifest.input("policy")
-                if parent is not None and parent.ref in spared:
+                is_later = parent is not None and not is_of_sweep(version.manifest.note)
+                if is_later and parent.ref in spared:
                     spared.add(str(version.ref))
         seconds = retention.grace_hours * 3600
         rule = Rule(retention.keep, retention.moments, seconds, runs, tuple(spared))

@@ -13,6 +13,9 @@ The versions are ordinary ones, and finished ones are found again. So a sweep th
 continues, and a cell that failed is tried again by the same command. The object
 `RUN/sweeps/NAME.json` in the store names the versions of each cell; NAME is a hash of the recipe.
 It may be deleted, and holds no version back from `quiver gc`: manifests are enough to show it.
+
+What a sweep makes has a note that begins with the sweep's name (`listing.is_of_sweep`), so reports
+and `quiver gc --keep` tell it from the iterations of the run.
 """
 
 from __future__ import annotations
@@ -21,12 +24,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from itertools import product
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, LineageError, QuiverError, printable
 from quiver.schemas.manifest import digest
+from quiver.schemas.refs import parse as parse_ref
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.call import Call, Outcome
 from quiver.stages.core.run.stage_process import end_waiting, one_child_for_any_stage
@@ -159,13 +164,14 @@ def sweep(recipe: Recipe, num_then: int = 0, *, estimated: bool = False) -> dict
     judge = recipe.held_out_resolved()
     try:
         # one block, so that its checks are done once
-        with _calls(recipe):
+        with _calls(recipe, note=running.note):
             if rollouts:
                 sampled = {"rollouts": rollouts}
                 [start] = find_refs(recipe, running.store, "optimize", "policy", sampled)
             else:
                 start = perform("policy", checkpoints.resolve(recipe.policy), {}).ref
             baseline = running.record["baseline"] = measure(judge, start, 0).ref
+            running.begin(cells)
             running.train("cells", cells, lambda cell: _train(cell.recipe, rollouts, start))
             if estimated:
                 running.estimate(baseline)
@@ -189,16 +195,25 @@ class _Running:
         # Functions, models and rollouts may have changed since: only what is found again counts.
         self.record = {**self._before, "cells": {}}
         self.record |= {"sweep": _name(recipe), "run": recipe.run, "rollouts": rollouts}
+        self.record.setdefault("begun", datetime.now(UTC).isoformat(timespec="milliseconds"))
+        self.note = f"sweep {_name(recipe)}"
         self._recipe = recipe
         self._key = f"{recipe.run}/sweeps/{_name(recipe)}.json"
 
-    def train(self, part: str, cells: Sequence[Cell], train: Callable[[Cell], Outcome]) -> None:
+    def begin(self, cells: Sequence[Cell]) -> None:
+        """Save the settings of all cells, so that a sweep that is killed in its first is known."""
+        self.record["cells"] = {str(cell.number): {"settings": cell.settings} for cell in cells}
+        self._save()
+
+    def train(self, part: str, cells: Sequence[Cell], train: Callable[[Cell], str]) -> None:
         """Train each cell."""
         for cell in cells:
-            note = f"sweep {self.record['sweep']}, {cell.name}"
+            note = f"{self.note}, {cell.name}"
             with self._trying(part, cell) as entry, _calls(cell.recipe, note=note):
                 policy = train(cell)
-                entry |= {"policy": policy.ref, "cached": policy.cached}
+                # by its note, so that it stays so when the sweep finds its own cells again
+                maker = self.store.with_expired().version(parse_ref(policy)).manifest.note
+                entry |= {"policy": policy, "cached": maker != note}
 
     def estimate(self, baseline: str) -> None:
         """Estimate the cells' policies from the rollouts of the evaluation `baseline`."""
@@ -284,7 +299,7 @@ def _continue_best(
     rows = _distinct(cell_rows(store, running.record["cells"]))[:MOST_CONTINUED]
     best = [cells[row["cell"] - 1] for row in rows]
 
-    def train(cell: Cell) -> Outcome:
+    def train(cell: Cell) -> str:
         # The cells share a run: its [retention] could delete the policy of the next one.
         options = {"iterations": 1 + num_then, "retention": Retention()}
         return _continue(cell.recipe.model_copy(update=options), store, rollouts, start)
@@ -308,48 +323,37 @@ def _distinct(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return distinct
 
 
-def saved(recipe: Recipe) -> dict[str, Any]:
-    """Return the sweep of the recipe as far as it was made: references by cell, and settings.
-
-    Raises ConfigError if it was never begun.
-    """
-    record = read(Store(recipe.store, create=False), recipe.run, _name(recipe))
-    if record is None:
-        raise ConfigError(
-            f"sweep of {recipe.run}",
-            "the store has none with these settings",
-            next="name the same --over, --seeds and --set as the sweep was made with",
-        )
-    return record
+def saved(recipe: Recipe) -> dict[str, Any] | None:
+    """Return the sweep of the recipe as far as it was made: references by cell, and settings. None
+    if it was never begun with these settings."""
+    return read(Store(recipe.store, create=False), recipe.run, _name(recipe))
 
 
-def _train(recipe: Recipe, rollouts: Sequence[str], start: str) -> Outcome:
-    """Train by a cell's recipe: the policy `start` on these rollouts, or in a run of its own."""
+def _train(recipe: Recipe, rollouts: Sequence[str], start: str) -> str:
+    """Train by a cell's recipe: the policy `start` on these rollouts, or in a run of its own.
+    Returns the policy's reference."""
     if rollouts:
         rewards = [rerun(recipe, "reward", {"rollouts": ref}).ref for ref in rollouts]
         refs = {"policy": start, "rollouts": list(rollouts), "rewards": rewards}
-        return rerun(recipe, "optimize", refs)
+        return rerun(recipe, "optimize", refs).ref
     from .post_train import post_train
     from .preflight import preflight
 
-    before = Store(recipe.store).numbers(recipe.run, "policy")
-    policy = post_train.fn(preflight(recipe))["iterations"][-1]["policy"]
-    is_cached = before == Store(recipe.store).numbers(recipe.run, "policy")
-    return Outcome(policy, is_cached, rows=0, seconds=0.0, metrics={})
+    return post_train.fn(preflight(recipe))["iterations"][-1]["policy"]
 
 
-def _continue(recipe: Recipe, store: Store, rollouts: Sequence[str], start: str) -> Outcome:
-    """Train a cell's policy for the recipe's iterations after the first, on fresh rollouts."""
+def _continue(recipe: Recipe, store: Store, rollouts: Sequence[str], start: str) -> str:
+    """Train a cell's policy for the recipe's iterations after the first, on fresh rollouts. Returns
+    the last policy's reference."""
     from .post_train import Chain
 
     # it is found, or made again if its files expired
-    policy = _train(recipe, rollouts, start).ref
+    policy = _train(recipe, rollouts, start)
     # imported rollouts have no round
     rounds = [store.open(ref).manifest.config.get("round", 0) for ref in rollouts]
     chain = Chain(recipe.resolved())
     base = first_of_line(store, policy)
-    iterations = chain.improve(policy, base, first=2, first_round=max(rounds) + 1)
-    return Outcome(iterations[-1].policy, cached=False, rows=0, seconds=0.0, metrics={})
+    return chain.improve(policy, base, first=2, first_round=max(rounds) + 1)[-1].policy
 
 
 def _run(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:

@@ -44,6 +44,7 @@ def begin(
     force: bool = False,
     share: bool = False,
     patience: float | None = None,
+    note: str = "",
 ) -> Iterator[OpenWriter]:
     """The one writer of such a plan, once nobody else is at it; or the finished version."""
     first = 0 if kind == "policy" else 1
@@ -58,6 +59,7 @@ def begin(
         models,
         first_number=first,
         patience_seconds=patience,
+        note=note,
     )
     with open_staging(plan, force=force, share=share) as staging:
         yield OpenWriter(staging)

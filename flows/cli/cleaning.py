@@ -19,7 +19,9 @@ def gc(
     keep: Annotated[
         int | None,
         typer.Option(
-            help="number of versions of each kind to keep in each run; default: all", min=1
+            help="number of versions of each kind to keep in each run, and of its sweeps; "
+            "default: all",
+            min=1,
         ),
     ] = None,
     moments: Annotated[

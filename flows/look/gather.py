@@ -25,6 +25,7 @@ from quiver.schemas.metrics import groups_with_contrast
 from quiver.schemas.refs import KINDS, as_version
 from quiver.stages.core.run.stage import is_made_alike
 from quiver.stages.core.store import Store
+from quiver.stages.core.store.listing import is_of_sweep
 from quiver.stages.core.store.tags import Entry
 
 from . import sweeps
@@ -256,19 +257,31 @@ def ends_of(store: Store, run: str) -> list[str]:
 
     The end of the run's own line comes first. This is the longest line; of two equally long lines
     it is the older, since policies trained by hand come later. If nights decide, the newest policy
-    is first. Raises CorruptError, or LineageError if the run has no policy.
+    is first. What a sweep trained is a sibling of the run's iterations: it ends no line of them,
+    and comes last. Raises CorruptError, or LineageError if the run has no policy.
     """
     visible = set(map(str, store.refs(run, "policy")))
     lengths: dict[str, int] = {}
+    swept: set[str] = set()
     for version in store.with_expired().versions(run, "policy"):  # by number: parents first
+        ref = str(version.ref)
         parent = version.manifest.input("policy")
-        if parent and parent.ref in lengths and str(version.ref) in visible:
+        continues = parent is not None and parent.ref in lengths
+        if is_of_sweep(version.manifest.note):
+            swept.add(ref)
+            # a cell continues no line of the run's own; the base alone is none
+            continues = continues and (parent.ref in swept or lengths[parent.ref] == 0)
+        if continues and ref in visible:
             visible.discard(parent.ref)
-        lengths[str(version.ref)] = lengths.get(parent.ref, 0) + 1 if parent else 0
+        lengths[ref] = lengths.get(parent.ref, 0) + 1 if parent else 0
     ends = [ref for ref in lengths if ref in visible]
     if not ends:
         raise LineageError(f"run {run}", "has no policy yet", next="quiver ls")
-    return ends[::-1] if histories(store, run) else sorted(ends, key=lambda ref: -lengths[ref])
+    if histories(store, run):
+        ends.reverse()
+    else:
+        ends.sort(key=lambda ref: -lengths[ref])
+    return sorted(ends, key=lambda ref: ref in swept)
 
 
 def histories(store: Store, run: str) -> dict[str, list[Entry]]:

@@ -3,8 +3,8 @@ cells start from.
 
     rows = cell_rows(store, record["cells"])        # the best first
     table = table_of(rows, "toy/policy@0")
-    lines = sweep_lines(store, record)              # the table, and what to know about it
-    tables = sweeps_of(store, "toy")                # every sweep of a run, for its report
+    lines = sweep_lines(show(store, record))        # the table, and what to know about it
+    all_shown = sweeps_of(store, "toy")             # every sweep of a run, newest last
 
 A difference is told apart from 0 if its p-value, corrected for the number of cells by Holm's
 method, is at most 0.05. Its interval is not corrected. A cell that was only estimated counts too:
@@ -17,9 +17,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
-from quiver.schemas.errors import CorruptError, LineageError
+from quiver.schemas.errors import CorruptError, LineageError, from_dict, printable
 from quiver.schemas.refs import parse
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.storage import read_checked
@@ -28,8 +29,11 @@ from quiver.stages.evaluate.statistics import CONFIDENCE, holm
 from .comparisons import interval_of
 from .words import aligned, cell, counted, number, score_of
 
+MOST_OF_ERROR = 40
+"""Most characters of a cell's error in the table; below it stands the whole."""
 _UNKNOWN = ("policy", "evaluation", "weights", "score", "stderr", "n", "difference", "interval")
 _UNKNOWN += ("p", "p_holm", "told_apart", "approx_kl", "clip_fraction", "error", "estimate")
+_UNKNOWN += ("cached",)
 _COLUMNS = ("part", "cell", "policy", "evaluation", "score", "stderr", "n", "difference", "low")
 _COLUMNS += ("high", "p", "p_holm", "told_apart", "approx_kl", "clip_fraction", "error")
 _COLUMNS += ("estimate", "estimate_low", "estimate_high")
@@ -103,7 +107,12 @@ def table_of(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[list[str]
     for row in rows:
         labels = labels_of(row).values()
         if row["error"]:
-            table.append([str(row["cell"]), *labels, f"failed: {_error_of(row)}", *[""] * 4])
+            sentence = row["error"]["message"].partition("\n")[0].partition(". ")[0]
+            failed = f"failed: {row['error']['code']} {printable(sentence, MOST_OF_ERROR)}"
+            table.append([str(row["cell"]), *labels, failed, *[""] * 4])
+            continue
+        if row["policy"] is None:
+            table.append([str(row["cell"]), *labels, "not trained yet", *[""] * 4])
             continue
         if row["score"] is None:
             table.append([str(row["cell"]), *labels, row["policy"], *_unmeasured(row), "", ""])
@@ -145,6 +154,15 @@ def _error_of(row: Mapping[str, Any]) -> str | None:
     return error and f"{error['code']} {error['message']}"
 
 
+def _error_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return each error in full, with the cells that have it."""
+    alike = defaultdict(list)
+    for row in rows:
+        if row["error"]:
+            alike[str(from_dict(row["error"]))].append(row["cell"])
+    return [f"{_cells(numbers)} failed: {error}" for error, numbers in alike.items()]
+
+
 def _equal_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line about each group of cells whose policies have the same weights."""
     alike = defaultdict(list)
@@ -152,18 +170,28 @@ def _equal_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if row["weights"]:
             alike[row["weights"]].append(row["cell"])
     return [
-        f"cells {', '.join(map(str, sorted(cells)))} have the same weights: what differs between "
-        "them changed nothing, and each still counts in Holm's correction."
-        for cells in alike.values()
-        if len(cells) > 1
+        f"{_cells(numbers)} have the same weights: what differs between them changed nothing, and "
+        "each still counts in Holm's correction."
+        for numbers in alike.values()
+        if len(numbers) > 1
     ]
+
+
+def _cells(numbers: Sequence[int]) -> str:
+    """Return `cell 3`, `cells 3, 5`."""
+    return f"cell{'s' * (len(numbers) > 1)} {', '.join(map(str, sorted(numbers)))}"
 
 
 @dataclass(frozen=True)
 class Shown:
     """A sweep in words."""
 
-    name: str
+    answer: dict[str, Any]
+    """The sweep's record, with the rows of its cells, the best first."""
+    begun: str
+    """When it was first made, in ISO format."""
+    title: str
+    """Its name, when it was made, its rollouts and its settings."""
     start: str
     """The policy that all cells start from, and its score, in words."""
     cells: list[list[str]]
@@ -179,22 +207,60 @@ def show(store: Store, record: Mapping[str, Any]) -> Shown:
     """Return a sweep's tables and what to know about them. Raises LineageError if a manifest is
     gone."""
     rows = cell_rows(store, record["cells"])
+    then = cell_rows(store, record["then"])
     measured = store.version(parse(record["baseline"])).manifest
     start = measured.require_model("policy").ref
     continued = ""
-    if record["then"]:
+    if then:
         again = store.version(parse(record["then_baseline"])).manifest.metrics
         continued = (
             "Continued on fresh rollouts, measured on the same rows with other seeds, by which "
             f"{start} scores {score_of(again)}:"
         )
+    notes = [_counts(store, record, rows), *_equal_lines(rows)]
+    if unmeasured := sum(map(_is_only_estimated, rows)):
+        notes.append(
+            f"{counted(unmeasured, 'cell')} only estimated, from {start}'s held-out rollouts: the "
+            "interval ends below the best cell's. Without --estimate all are measured."
+        )
+    begun = record.get("begun", measured.created)
+    return Shown(
+        {**record, "cells": rows, "then": then},
+        begun,
+        _title(record, rows, begun),
+        f"{start}, which all cells start from: score {score_of(measured.metrics)}",
+        table_of(rows, start),
+        [*notes, *_error_notes([*rows, *then])],
+        continued,
+        table_of(then, start) if then else [],
+    )
+
+
+def _title(record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], begun: str) -> str:
+    values: dict[str, list[str]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: row["cell"]):
+        for key, label in labels_of(row).items():
+            if label not in values[key]:
+                values[key].append(label)
+    settings = "; ".join(f"{key} {', '.join(labels)}" for key, labels in values.items())
+    trained = f"on {', '.join(record['rollouts'])}" if record["rollouts"] else "of whole runs"
+    made = f"{datetime.fromisoformat(begun):%Y-%m-%d %H:%M} UTC"
+    return f"Sweep {record['sweep']} of {made}, {trained}, over {settings}"
+
+
+def _counts(store: Store, record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return how many cells were trained, what that saved, and how to go on."""
     failed = sum(row["error"] is not None for row in rows)
-    unmeasured = sum(map(_is_only_estimated, rows))
-    done = sum(bool(row.get("cached")) for row in rows)
-    trained = len(rows) - failed - done
-    counts = [f"{trained} trained", f"{done} already done"]
-    counts += [f"{failed} failed"] if failed else []
-    text = f"{counted(len(rows), 'cell')}: {', '.join(counts)}"
+    made = [row for row in rows if row["policy"] and not row["error"]]
+    done = sum(bool(row["cached"]) for row in made)
+    trained = len(made) - done
+    waiting = len(rows) - failed - len(made)
+    text = f"{counted(len(rows), 'cell')}: {trained} trained, {done} already done"
+    if waiting == len(rows):
+        text = f"{counted(len(rows), 'cell')}: none is done yet"
+    elif waiting:
+        text += f", {waiting} not trained yet"
+    text += f", {failed} failed" if failed else ""
     if record["rollouts"]:
         manifests = [store.version(parse(ref)).manifest for ref in record["rollouts"]]
         seconds = trained * sum(manifest.seconds.get("total", 0.0) for manifest in manifests)
@@ -205,26 +271,14 @@ def show(store: Store, record: Mapping[str, Any]) -> Shown:
         text += f". The best of {num_measured} is biased upwards"
     if num_measured > 1 and record["rollouts"] and not record["then"]:
         text += ": `--then 1` trains the first 2 on fresh rollouts, and measures with other seeds"
-    notes = [f"{text}.", *_equal_lines(rows)]
-    if unmeasured:
-        notes.append(
-            f"{counted(unmeasured, 'cell')} only estimated, from {start}'s held-out rollouts: the "
-            "interval ends below the best cell's. Without --estimate all are measured."
-        )
-    return Shown(
-        record["sweep"],
-        f"{start}, which all cells start from: score {score_of(measured.metrics)}",
-        table_of(rows, start),
-        notes,
-        continued,
-        table_of(cell_rows(store, record["then"]), start) if record["then"] else [],
-    )
+    if any(row["score"] is None and not _is_only_estimated(row) for row in rows):
+        text += ". `quiver sweep RECIPE` with the same options goes on"
+    return f"{text}."
 
 
-def sweep_lines(store: Store, record: Mapping[str, Any]) -> list[str]:
-    """Return `show` as lines for a terminal."""
-    shown = show(store, record)
-    lines = [shown.start, "", *aligned(shown.cells, right=(0,)), "", *shown.notes]
+def sweep_lines(shown: Shown) -> list[str]:
+    """Return a sweep as lines for a terminal."""
+    lines = [shown.title, shown.start, "", *aligned(shown.cells, right=(0,)), "", *shown.notes]
     if shown.continued:
         lines += ["", shown.continued, *aligned(shown.then, right=(0,))]
     return lines
@@ -239,11 +293,11 @@ def read(store: Store, run: str, name: str) -> dict[str, Any] | None:
 
 
 def sweeps_of(store: Store, run: str) -> list[Shown]:
-    """Return every sweep of a run, by name. One that is damaged, or whose manifests are gone, is
-    left out."""
+    """Return every sweep of a run, the newest last. One that is damaged, or whose manifests are
+    gone, is left out."""
     shown = []
     for name in store.storage.list(f"{run}/sweeps"):
         with suppress(LineageError, CorruptError):
             if record := read(store, run, name.removesuffix(".json")):
                 shown.append(show(store, record))
-    return shown
+    return sorted(shown, key=lambda sweep: sweep.begun)

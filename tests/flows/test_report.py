@@ -22,7 +22,7 @@ from quiver.flows.look.words import number, score_of
 from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.core.store import Store
-from quiver.stages.core.store.retention import remove
+from quiver.stages.core.store.retention import Rule, collect, remove
 from quiver.stages.evaluate.stage import Config as EvaluateConfig
 from quiver.stages.model.checkpoints import model_entry
 from quiver.stages.optimize.stage import Config as OptimizeConfig
@@ -341,6 +341,30 @@ def test_the_line_of_the_run_is_told_of_and_others_are_named(store):
     assert line(three) == ([3], [two, four], [zero, three])
     page = Page(report.render(store, gather(store, "bench")))
     assert f"Not shown: {four}, {three}, where" in page.words
+
+
+def test_a_sweeps_cells_are_no_iterations_even_if_the_runs_own_policies_expired(store):
+    """Neither cells trained from the newest policy, nor what continued one of them."""
+    config = CONFIG.model_copy(update={"seed": 7, "max_staleness": 3})
+    for start, version, cell in ((2, 2, 1), (3, 2, 1), (0, 1, 2)):
+        refs = {"rollouts": f"bench/rollouts@{version}", "rewards": f"bench/rewards@{version}"}
+        note = f"sweep 0123456789ab, cell {cell} (7)"
+        optimize(config, store, policy=f"bench/policy@{start}", note=note, **refs)
+    found = gather(store, "bench")
+    assert [each.policy.version for each in found.iterations] == [1, 2]
+    assert found.branches == ["bench/policy@4", "bench/policy@5"]
+    collect(store, Rule(keep=1, grace_seconds=0), apply=True)
+    found = gather(store, "bench")
+    assert [each.policy.version for each in found.iterations] == [1, 2]
+
+
+def test_the_line_of_a_run_that_only_swept_is_a_cells(store):
+    for ref in ("bench/policy@2", "bench/policy@1"):
+        remove(store, ref)
+    refs = {"rollouts": "bench/rollouts@1", "rewards": "bench/rewards@1"}
+    config = CONFIG.model_copy(update={"seed": 7})
+    optimize(config, store, policy="bench/policy@0", note="sweep 0123456789ab, cell 1 (7)", **refs)
+    assert [each.policy.version for each in gather(store, "bench").iterations] == [3]
 
 
 def test_a_line_that_was_deleted_is_not_followed(store):

@@ -10,11 +10,13 @@ import pytest
 
 from quiver.flows import dispatch
 from quiver.flows.calls import by_hand
+from quiver.flows.cli import main as cli
+from quiver.flows.cli import shared
 from quiver.flows.cli.sweeping import _csv_lines
 from quiver.flows.estimation import estimate
 from quiver.flows.look.gather import gather
 from quiver.flows.look.stage import render
-from quiver.flows.look.sweeps import cell_rows, flat_row, sweep_lines, table_of
+from quiver.flows.look.sweeps import cell_rows, flat_row, show, sweep_lines, table_of
 from quiver.flows.look.words import score_of
 from quiver.flows.recipe import load
 from quiver.flows.sweep import _hopeless, _Running, cells_of, saved, sweep
@@ -22,6 +24,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.schemas.refs import parse
 from quiver.stages.core.run import stage_process
 from quiver.stages.core.store import Store, retention
+from quiver.stages.core.store.listing import is_of_sweep
 from quiver.stages.core.store.storage import with_checksum
 from quiver.stages.evaluate.comparison import compare
 from quiver.stages.evaluate.statistics import holm
@@ -104,12 +107,79 @@ def test_each_cell_trains_on_the_saved_rollouts_and_all_are_judged_alike(made, c
 def test_show_needs_manifests_alone_and_the_same_again_makes_nothing(made, command, capsys):
     options = ("recipe.toml", "--set", "run=alike")
     code, first = command("sweep", *options)
-    assert code == 0 and made == [] and all(row["cached"] for row in first["cells"])
+    assert code == 0 and made == [] and not any(row["cached"] for row in first["cells"])
+    assert cli_lines(capsys, "sweep", *options)[-1].startswith("All of it was already done")
+    shown = cli_lines(capsys, "sweep", *options, "--show")
+    assert shown[-1].startswith("4 cells: 4 trained, 0 already done; 4 generations saved")
     retention.remove(Store("store"), first["cells"][-1]["policy"])
     assert command("sweep", *options, "--show")[1]["cells"] == first["cells"] and made == []
-    for option, words in (("--seeds", "has none with these settings"), ("--then", "runs nothing")):
-        code, error = command("sweep", *options, "--show", option, "2")
-        assert code == 2 and words in error["error"]["message"]
+    code, error = command("sweep", *options, "--show", "--then", "2")
+    assert code == 2 and "runs nothing" in error["error"]["message"]
+
+
+def test_show_lists_all_sweeps_of_the_run_if_none_has_these_settings(made, command, capsys):
+    options = ("recipe.toml", "--set", "run=listed")
+    code, error = command("sweep", *options, "--show")
+    assert code == 2 and "the run has none" in error["error"]["message"]
+    command("sweep", "recipe.toml", "--set", "run=alike")
+    store = Store("store")
+    record = saved(load("recipe.toml", ["run=alike"]))
+    for name, begun in (("a" * 12, "2026-03-02T01:00:00.000+00:00"), ("b" * 12, "2026-03-01")):
+        text = with_checksum({**record, "sweep": name, "begun": begun})
+        store.storage.put(f"listed/sweeps/{name}.json", text)
+    made.clear()
+    code, answer = command("sweep", *options, "--show")
+    assert code == 0 and [one["sweep"][0] for one in answer["sweeps"]] == ["b", "a"]
+    assert [len(one["cells"]) for one in answer["sweeps"]] == [4, 4] and made == []
+    lines = cli_lines(capsys, "sweep", *options, "--show")
+    assert [line for line in lines if line.startswith("Sweep")] == [
+        f"Sweep {name * 12} of {begun} UTC, on tiny/rollouts@1, over reward even, low; "
+        "learning_rate 0.001, 0.01"
+        for name, begun in (("b", "2026-03-01 00:00"), ("a", "2026-03-02 01:00"))
+    ]
+    rows = list(csv.DictReader(cli_lines(capsys, "sweep", *options, "--show", "--csv")))
+    assert Counter(row["sweep"][0] for row in rows) == {"a": 4, "b": 4}
+
+
+def test_what_a_sweep_makes_is_told_from_the_iterations_of_its_run(made, command):
+    _, answer = command("sweep", "recipe.toml", "--set", "run=alike")
+    store = Store("store")
+    refs = [answer["baseline"]]
+    refs += [row[kind] for row in answer["cells"] for kind in ("policy", "evaluation")]
+    assert all(is_of_sweep(store.version(parse(ref)).manifest.note) for ref in refs)
+    assert not any(is_of_sweep(version.manifest.note) for version in store.versions("tiny"))
+    options = ("--set", "run=alike", "--over", "optimize.learning_rate=1e-3")
+    _, other = command("sweep", "recipe.toml", *options)
+    assert [row["cached"] for row in other["cells"]] == [True, True], "another sweep's cells"
+
+
+def test_a_sweep_that_was_killed_in_its_first_cell_says_how_to_go_on(made, monkeypatch):
+    recipe = load("recipe.toml", ["run=begun"])
+    run_call = dispatch.run_call
+
+    def killed(call, **options):
+        if call.stage == "optimize":
+            raise KeyboardInterrupt
+        return run_call(call, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "run_call", killed)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(recipe)
+    shown = show(Store("store"), saved(recipe))
+    assert [row[3] for row in shown.cells[1:]] == ["not trained yet"] * 4
+    [note] = shown.notes
+    assert note.startswith("4 cells: none is done yet") and "`quiver sweep RECIPE` with" in note
+
+
+def cli_lines(capsys, *words: str) -> list[str]:
+    """What a command line prints for a reader."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["quiver", *words])
+        patch.setattr(shared, "_stdout", None)
+        capsys.readouterr()
+        assert not cli._run()
+    return capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("num_calls", [4, 9])
@@ -152,9 +222,13 @@ def test_a_failing_cell_does_not_end_the_others_and_is_tried_again(made, monkeyp
     over = {**recipe.sweep.over, "optimize.learning_rate": [1e-3]}
     recipe = recipe.model_copy(update={"sweep": recipe.sweep.model_copy(update={"over": over})})
     record = saved(recipe)
-    lines = sweep_lines(store, record)
-    assert any("failed: E-REWARD" in line for line in lines) and "1 generation saved" in lines[-1]
-    read = csv.DictReader(_csv_lines({"cells": cell_rows(store, record["cells"])}))
+    shown = show(store, record)
+    [failed] = [row for row in shown.cells if any("failed: E-REWARD" in text for text in row)]
+    assert max(map(len, failed)) < 80, "the table does not grow with the error"
+    assert "1 trained, 0 already done, 1 failed; 1 generation saved" in shown.notes[0]
+    assert shown.notes[-1].startswith("cell 2 failed: E-REWARD")
+    assert low["error"]["message"] in shown.notes[-1] and low["error"]["next"] in shown.notes[-1]
+    read = csv.DictReader(_csv_lines([shown.answer]))
     assert [row["error"].partition(" ")[0] for row in read] == ["", "E-REWARD"]
     code, answer = command(*options)
     assert code == 0 and Counter(made) == Counter(["reward", "optimize", *CELL])
@@ -164,7 +238,8 @@ def test_a_failing_cell_does_not_end_the_others_and_is_tried_again(made, monkeyp
         patch.setattr(dispatch, "run_call", stopped)
         with pytest.raises(KeyboardInterrupt):
             sweep(recipe)
-    assert list(saved(recipe)["cells"]) == ["1"], "the table has no result of the old function"
+    cells = saved(recipe)["cells"]
+    assert ["policy" in cells[number] for number in ("1", "2")] == [True, False], "no old result"
     Path("low.py").write_text(LOW)
 
 
@@ -188,7 +263,7 @@ def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, comman
     fresh = store.open(answer["then_baseline"]).manifest.metrics
     [line] = [
         line
-        for line in sweep_lines(store, saved(load("recipe.toml", ["run=alike"])))
+        for line in sweep_lines(show(store, saved(load("recipe.toml", ["run=alike"]))))
         if "by which" in line
     ]
     assert line.endswith(f"tiny/policy@0 scores {score_of(fresh)}:")
@@ -353,6 +428,9 @@ def test_the_report_shows_sweeps_and_no_estimate_as_a_measurement(made, command)
     assert all(row in page.rows for row in [*measured, *estimated])
     assert sum("estimated 0.1000, 0.0000 … 0.2000" in row and "not measured" in row
                for row in page.rows) == 1  # fmt: skip
+    begun = f"{record['begun'][:10]} {record['begun'][11:16]} UTC"
+    title = f"Sweep {record['sweep']} of {begun}, on tiny/rollouts@1, over reward even, low; "
+    assert f"{title}learning_rate 0.001, 0.01" in page.words
     assert page.words.count("Sweeps") == 2 and "1 cell only estimated" in page.words
 
 

@@ -49,8 +49,16 @@ _CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{64})",')
 """The checksum in a manifest; the keys are sorted, so no other text comes before it."""
 
 
+_OF_SWEEP = re.compile(r"^sweep [0-9a-f]{12}(,|$)")
+"""Beginning of the note of what `quiver sweep` made: the sweep's name."""
 _NO_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)
 _Word = Annotated[str, Field(pattern=r"^\S+$")]
+
+
+def is_of_sweep(note: str) -> bool:
+    """Return whether a version with this note was made by a sweep: it is a sibling of its run's
+    iterations, and no later one."""
+    return _OF_SWEEP.match(note) is not None
 
 
 @dataclass(frozen=True)

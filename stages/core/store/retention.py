@@ -4,7 +4,7 @@ Data leave the store by age (`quiver gc`), on purpose (`quiver rm`), or when a g
 Three kinds of versions are roots:
 
     tagged     the version a tag points at, and the one it would go back to
-    newest     the last `keep` of each kind of each run
+    newest     the last `keep` of each kind of each run, and as many of those that its sweeps made
     at work    inputs of a stage that is at work, and versions with its run key
 
 A kept version keeps its inputs, with these exceptions. A policy that is not a root keeps only the
@@ -17,7 +17,7 @@ root policy with the rollouts that it replays and the reference of its KL term. 
 expire, and lineage shows them as `expired`.
 
 Optimizer state is needed only to continue training. It stays for the last `moments` policies of
-each run, and for policies that are tagged or read by a stage at work.
+each run, and of its sweeps, and for policies that are tagged or read by a stage at work.
 
 A collection marks what is not kept (see `marks`). From then on it is expired: no process begins to
 read it, and one that has opened it goes on reading. After the grace time a later collection deletes
@@ -49,7 +49,7 @@ from quiver.stages.core.files import storage_errors
 
 from . import marks, tags
 from .leases import Leases
-from .listing import EXPIRED, NO_OPTIMIZER, REMOVED
+from .listing import EXPIRED, NO_OPTIMIZER, REMOVED, is_of_sweep
 from .notes import SOURCES, WORK, read_note
 from .versions import OPTIMIZER_FOLDER, Store, Version
 
@@ -178,10 +178,10 @@ def find_kept(
     kept.in_use = roots | kept.read
     kept.optimizer |= kept.in_use
     for run, kind in product(store.runs(), KINDS):
-        newest_first = [Ref(run, kind, number) for number in reversed(store.numbers(run, kind))]
-        roots.update(newest_first[:keep])
-        if kind == "policy":
-            kept.optimizer.update(newest_first[:moments])
+        for newest_first in _counted(store, run, kind):
+            roots.update(newest_first[:keep])
+            if kind == "policy":
+                kept.optimizer.update(newest_first[:moments])
     if keep is None:
         kept.versions = set(filter(store.exists, roots)) | kept.read
         return kept
@@ -206,6 +206,17 @@ def find_kept(
     kept.read = follow(kept.read, lambda ref: ref)
     kept.versions = kept.read | follow([*roots, *kept.in_use], store.resolve)
     return kept
+
+
+def _counted(store: Store, run: str, kind: str) -> tuple[list[Ref], list[Ref]]:
+    """Return the versions of one kind in one run, the newest first: the run's own, and those that
+    its sweeps made."""
+    listing = store.listing(run, kind)
+    swept = {summary.number for summary in listing.summaries() if is_of_sweep(summary.note)}
+    own, of_sweeps = [], []
+    for number in reversed(listing.visible(expired=store.sees_expired)):
+        (of_sweeps if number in swept else own).append(Ref(run, kind, number))
+    return own, of_sweeps
 
 
 def _sources(manifest: Manifest, *, is_root: bool) -> list[Ref]:
@@ -334,7 +345,7 @@ class Rule:
     """Which versions keep their data, and for how long expired data stay."""
 
     keep: int | None = None
-    """Versions to keep per kind and run. None: all."""
+    """Versions to keep per kind and run. What the run's sweeps made is counted apart. None: all."""
     moments: int | None = 1
     """Policies per run that keep their optimizer state. None: all."""
     grace_seconds: float = 24 * 3600

@@ -31,7 +31,9 @@ class Made(Config):
     number: int = 0
 
 
-def plan(number: int, inputs: dict | None = None, models: dict | None = None) -> dict:
+def plan(
+    number: int, inputs: dict | None = None, models: dict | None = None, note: str = ""
+) -> dict:
     """What `begin` takes: a version that is the only one of its number, of these parents by role."""
     return {
         "stage": "logprobs",
@@ -39,6 +41,7 @@ def plan(number: int, inputs: dict | None = None, models: dict | None = None) ->
         "config": Made(number=number),
         "inputs": inputs or {},
         "models": tuple(model_entry(role, version) for role, version in (models or {}).items()),
+        "note": note,
     }
 
 

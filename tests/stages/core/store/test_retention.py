@@ -100,6 +100,21 @@ def test_the_base_of_an_adapter_stays_with_it(store):
     assert visible(store) == ["a/policy@0", "a/policy@1", "a/policy@2", "b/policy@1"]
 
 
+def test_what_a_sweep_made_is_counted_apart_from_the_runs_own_iterations(store):
+    line(store)
+    newest = store.open("a/policy@3")
+    for number in range(4, 8):
+        of_cell = {"note": f"sweep 0123456789ab, cell {number} (grpo)"}
+        make_table(store, number, models={"policy": newest}, **of_cell)
+        make_policy(store, number, inputs={"policy": newest}, **of_cell)
+    assert with_state(store)[0] == "a/policy@1"
+    collect(store, Rule(moments=1, grace_seconds=0), apply=True)
+    assert with_state(store) == ["a/policy@3", "a/policy@7"]
+    clean_up(store.url, "a", Retention(keep=1, moments=1, grace_hours=0), "a/policy@3")
+    policies = ["a/policy@2", "a/policy@3", "a/policy@7"]  # 2 sampled what 3 learned from
+    assert visible(store) == ["a/logprobs@3", "a/logprobs@7", *policies]
+
+
 def test_tags_hold_what_they_point_at_and_what_they_would_go_back_to(store):
     line(store, 5)
     for number in (1, 2, 3):
