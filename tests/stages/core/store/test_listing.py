@@ -272,8 +272,7 @@ def test_a_version_is_no_source_of_itself():
 
 
 def test_fields_are_read_of_a_whole_manifest_alone(store):
-    ref = commit(store)
-    raw = (Path(store.url) / ref.folder / "manifest.json").read_bytes()
+    raw = commit(store).files.path("manifest.json").read_bytes()
     assert manifest_fields(raw)["metrics"] == {"x": 1.5}
     damaged = raw.replace(b"1.5", b"2.5")
     assert damaged != raw and manifest_fields(damaged) is None
