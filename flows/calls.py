@@ -7,9 +7,9 @@
 calls run without Prefect; inside `tasks.as_tasks`, each is a task. The block says which run and
 store the versions belong to, and where each stage runs.
 
-Within a run, a finished version stays finished after its files expire, because its manifest is
-enough. If an unfinished stage must read such files, a new version is made by repeating the call
-this run used. A trained policy is never made again without being asked for.
+In `as_tasks`, a finished version stays finished after its files expire: its manifest is enough. If
+an unfinished stage must read such files, a new version is made by repeating the call this run used.
+A trained policy is never made again without being asked for.
 """
 
 from __future__ import annotations

@@ -197,9 +197,9 @@ def proximal_config(
 ) -> LogprobsConfig | None:
     """Return the logprobs config for the ratio's denominator, or None if it is not needed.
 
-    It is needed if the clip bounds are within the engine's noise or the denominator is the policy
-    at the start of the update (`optimize.needs_prox`), or if sampling was biased. Old rollouts
-    alone are no reason: they bring the logprobs of their sampler.
+    It is needed if a clip bound is below `TIGHT_CLIP` or the denominator is the policy at the start
+    of the update (both `optimize.needs_prox`), or if sampling was biased. Old rollouts alone are no
+    reason: they bring the logprobs of their sampler.
 
     Args:
         samplings: The sampling sections of the rollouts to train on.

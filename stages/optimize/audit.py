@@ -5,7 +5,7 @@ finite losses and a policy that gets worse. Each also moves the mean gap between
 the engine's logprobs far beyond what their numerics can differ. So they are compared before the
 first update, and NumericError stops the training before any weight changes:
 
-    rollouts                        number                           largest value
+    rollouts                        number                           limit
     sampled without bias            mean |trainer − old|             audit.max_mean_gap
     truncated (top_p, top_k, …)     mean max(trainer − old, 0)       audit.max_mean_gap
     with penalties                  mean (trainer − old)             audit.max_mean_gap
@@ -88,8 +88,8 @@ def _compare(
     result is empty without rollouts.
 
     `judged` names the number that must be within `audit.max_mean_gap`. It is `mean_gap`. If
-    sampling was truncated, it is `mean_excess`, since the remaining tokens had more than the
-    policy's probability. Under penalties it is −`kl_k1`, the mean of the trainer's
+    sampling was truncated, it is `mean_excess`, since truncation raises the remaining tokens'
+    probability. Under penalties it is −`kl_k1`, the mean of the trainer's
     logprob less the engine's: it estimates −KL, so it is not above 0 with the right weights. Raises
     NumericError if it is not within.
     """

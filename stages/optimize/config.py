@@ -722,8 +722,8 @@ class Config(base.Config):
 
     @property
     def needs_prox(self) -> bool:
-        """True if the ratio's denominator must be proximal logprobs: the clip bounds are within the
-        engine's noise, or the denominator is the starting policy."""
+        """True if the ratio's denominator must be proximal logprobs: a clip bound is below
+        TIGHT_CLIP, or the denominator is the starting policy."""
         clip = self.tightest_clip()
         return self.prox_of == "start" or (clip is not None and clip < TIGHT_CLIP)
 

@@ -9,8 +9,8 @@ optimizer step, so micro-batches, their order and ranks change nothing.
 Policies whose logprobs appear, all of the sampled tokens:
 
     old       the policy that sampled (the behaviour policy), as the engine reported it
-    prox      the proximal policy, by the trainer's numerics: the one that sampled, or the start,
-              which is the policy that the training starts from (`prox_of` = "behaviour" or "start")
+    prox      the proximal policy, by the trainer's numerics: the one that sampled (`prox_of` =
+              "behaviour"), or that the training starts from ("start")
     anchor    the denominator of the ratio r = exp(logprobs − anchor): prox if given, else old
     ref       the reference of the KL term
 

@@ -68,8 +68,8 @@ class Objective:
         """Return [N] float64: the weight of each token in the step of rollouts `members`; 0 for the
         tokens of other rollouts.
 
-        In the denominators idle rollouts count like others, masked ones as rollouts without tokens.
-        Dropped ones are not in the batch.
+        In the denominators idle rollouts count like others, masked ones (`mask_counted`) as
+        rollouts without tokens. Dropped ones are not in the batch.
         """
         lengths, places = batch.counted_tokens(members)
         weights = torch.zeros(len(batch.old_logprobs), dtype=torch.float64)

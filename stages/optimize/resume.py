@@ -43,8 +43,8 @@ class SavedProgress:
     """Saved state of one training while it runs."""
 
     def __init__(self, plan: Plan, rollout_ids: pa.Array, *, saves: bool) -> None:
-        """`rollout_ids`: ids of the batch's rollouts, in its order. `saves`: true on the one rank
-        that saves."""
+        """`rollout_ids`: ids of the batch's rollouts, in its order, to name those of a step that
+        was not finite. `saves`: true on the one rank that saves."""
         self.saves = saves
         self._storage = plan.store.storage
         self._name = plan.name

@@ -187,8 +187,8 @@ def _load_trainer(
     accelerator: Accelerator,
     loads_optimizer: bool,
 ) -> Trainer:
-    """Make the trainer, at the step where the policy's training stopped; with its optimizer state
-    if `loads_optimizer`."""
+    """Make the trainer; its step count goes on from the policy's. With `loads_optimizer`, it has
+    the policy's optimizer state too."""
     import torch
 
     from quiver.stages.model.forward.media import vision_parameters

@@ -124,7 +124,7 @@ class Trainer(SavedState):
         """Slots without a token, out of all `slots` that this rank passed through the model."""
         self.slots = 0
         self.entropy_coef = config.entropy_coef
-        """Coefficient of the next step, without regard to the target's cut-off; see terms.py."""
+        """Coefficient of the next step, unless the target makes it 0; see terms.py."""
         self.last_entropy: float | None = None
         """Mean entropy over the tokens of the previous step, which may belong to an earlier
         training of this policy."""
@@ -204,8 +204,8 @@ class Trainer(SavedState):
         * If the algorithm `needs` a pass before the first step, that pass gives them, and all
           active rollouts are audited here.
         * Otherwise, if there are stale rollouts and an epoch has several steps, a pass of its own
-          gives them here, also of all active rollouts. Stale rollouts, of an older policy, are only
-          measured, and the first mini-batch may hold nothing else.
+          gives them here, also of all active rollouts. For the first mini-batch may hold only stale
+          rollouts, of an older policy, which are measured and not judged.
         * Otherwise the first step's own pass gives them, before any weight changes. `train` then
           audits the rollouts of that mini-batch.
 

@@ -3,7 +3,8 @@
     call = Call("reward", config, "store", {"rollouts": "arith/rollouts@3"}, into="arith")
     assert Call.from_json(json.loads(json.dumps(call.to_json()))) == call
 
-A pool and a child process receive it as JSON with the same fields, and an `Outcome` comes back.
+A pool receives it as JSON with the same fields, a child process as the file `call.json`, and an
+`Outcome` comes back.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class Plan:
         """Return a number whose folders no version of this kind uses.
 
         It is the number of versions with this run key. If a user deleted a version's folder by
-        hand, that is too small, and in a bucket the work would go into files that a later version
-        names; so it is at least one more than the attempt of each of them.
+        hand, that is too small, and in a bucket a later version may name those files; so it is
+        also above the attempt that each version's `place` names.
         """
         numbers = listing.find(self.run_key)
         attempts = [len(numbers)]

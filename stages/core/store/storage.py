@@ -104,8 +104,8 @@ class Storage(Protocol):
         ...
 
     def flush(self, prefix: str) -> None:
-        """Flush the names directly below `prefix`, which other processes may just have made, so
-        that what is built on them does not outlive them."""
+        """Flush the names directly below `prefix`, which other processes may not have flushed,
+        before anything is built on them."""
         ...
 
     def folder(self, prefix: str) -> Path:
@@ -114,8 +114,8 @@ class Storage(Protocol):
         ...
 
     def put_file(self, key: str, file: Path | None = None) -> tuple[int, str]:
-        """Make a file that a library wrote into `folder`, or a copy of `file`, an object, which
-        survives a power loss and which other users can read. Returns its size and sha256."""
+        """Turn a file that a library wrote into `folder`, or a copy of `file`, into an object that
+        survives a power loss and that other users can read. Returns its size and sha256."""
         ...
 
     def delete(self, *keys: str) -> None:
@@ -134,8 +134,8 @@ class Storage(Protocol):
         manifest, if it is absent.
 
         Args:
-            work: prefix in `data_folder`. A policy's ends in the worker: `KEY.0.WORKER`, after
-                run key and attempt (see `writer`).
+            work: prefix in `data_folder`: `KEY.0`, of run key and attempt; a policy's is
+                `KEY.0.WORKER` (see `writer`).
             worker: names this process.
             sizes: bytes of the files that it must have, by name.
 

@@ -396,7 +396,7 @@ class Store:
 
     def numbers(self, run: str, kind: str) -> list[int]:
         """Return the version numbers of one kind in one run, oldest first. A version that was made
-        again has the place of the first one, so the last number need not be the highest."""
+        again is sorted where its first one was, so the last number need not be the highest."""
         return self.listing(run, kind).visible(expired=self.sees_expired)
 
     def listing(self, run: str, kind: str) -> Listing:

@@ -569,7 +569,7 @@ class Staging:
                 raise self._busy(sharers[0], ", and shares it with others")
             for writer in self.writers.values():
                 writer.shards = SoleShards(writer)
-                # half a checkpoint is not worth keeping, nor the tables that are made with it
+                # half a checkpoint and its tables are not worth keeping; `.resume` stays
                 if self._force or self.last.kind == "policy":
                     writer.discard()
                 else:

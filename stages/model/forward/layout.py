@@ -22,7 +22,7 @@ there is one. A rollout that is alone in its piece is one span:
     prefix     -              A (0-2)    A (0-2)       -
 
 In a rollout of several turns, x stands for sampled ids with the observations between them, which
-are no targets. A rewritten history begins a span without a prefix (turns.py has the picture).
+are no targets. A rewritten history begins a span without a prefix (model/turns.py has the picture).
 
 Attention never makes a mask over the whole strip. It runs over blocks of spans with similar lengths
 (`Block`), or over all spans by one kernel for sequences of any lengths (`Runs`); see attention.py.
@@ -198,9 +198,9 @@ class Runs:
     """All spans in the strip's order, for a kernel that takes sequences of any lengths."""
 
     calls: tuple[Stretches, ...]
-    """Each span with its own keys; then, if there are prefixes, all spans that follow a prefix with
-    its keys. Empty if spans that share a prefix are not neighbours in the strip: then `copied` is
-    taken."""
+    """Each span with its own keys; then, if there are prefixes, the keys of each with all spans
+    that follow it. Empty if spans that share a prefix are not neighbours in the strip: then
+    `copied` is taken."""
     copied: Stretches
     """Each span with the keys of its prefix and its own, which are copied: its keys are tokens of
     `keys`."""
@@ -233,7 +233,7 @@ class Layout:
     runs: Runs | None = None
     """Spans for the kernel for sequences of any lengths. If given, they replace blocks."""
     sequence_lengths: tuple[int, ...] = ()
-    """For a single rollout with rewritten histories: the lengths of its sequences."""
+    """With rewritten histories: the lengths of all sequences, for the mode `single`."""
     media: MediaInStrip | None = None
 
     @cached_property
