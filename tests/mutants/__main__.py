@@ -29,7 +29,7 @@ from . import TOO_LONG, Mutant, StaleTable, Target, every_mutant
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("caught.json")
 ROOMS = ("schemas", "stages", "flows", "deployments")
-PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not torture")
+PYTEST = ("-x", "-v", "-p", "no:cacheprovider", "-m", "not slow and not gpu and not torture")
 Tests = tuple[str, ...]
 Record = dict[str, str | bool]
 """By the name of a mutant: the test that caught it, True for an unnamed one, False for none."""
@@ -40,6 +40,8 @@ LIMIT_FACTOR = 4
 """Tests that take this many times as long as without a bug, and the seconds above, do not end."""
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py::.*?)(?: - .*)?$", re.MULTILINE)
 """A line of pytest's summary: the failed test, and what it raised."""
+BEGUN = re.compile(r"^(\S+?\.py::.*\S) *\Z", re.MULTILINE)
+"""The end of pytest's output while a test runs: its name, and no result behind it."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,10 @@ class Outcome:
 
     @property
     def caught(self) -> str | bool:
-        """The test that failed; True if pytest names none, False if all passed."""
-        failed = FAILED.search(self.output)
-        return failed[1] if failed else self.status != PASSED
+        """The test that failed or did not end; True if pytest names none, False if all passed."""
+        pattern = BEGUN if self.status is None else FAILED
+        named = pattern.search(self.output)
+        return named[1] if named else self.status != PASSED
 
 
 class Copy:

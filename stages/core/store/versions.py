@@ -390,7 +390,7 @@ class Store:
         names = []
         for name in filter(refs.NAME.fullmatch, self.storage.list("")):
             with suppress(CorruptError):  # a file, or a link
-                if name != "store.json" and self.storage.list(name):
+                if self.storage.list(name):
                     names.append(name)
         return names
 

@@ -14,7 +14,7 @@ from quiver.schemas.manifest import canonical, digest
 from quiver.schemas.plain import read_json
 from quiver.stages.core.store import Store
 from quiver.stages.core.store import disk as disk_module
-from quiver.stages.core.store.listing import Summary, checksum_of
+from quiver.stages.core.store.listing import Summary, checksum_of, manifest_fields
 from quiver.stages.core.store.retention import put_aside, remove
 from tests.faults.seam import watched
 from tests.stages.core.store.test_store import Settings, commit
@@ -269,3 +269,10 @@ def test_a_version_is_no_source_of_itself():
     fields["models"] = [{"ref": "a/policy@1", "role": "policy"}]
     fields["inputs"] = [{"ref": "a/policy@0", "role": "start"}]
     assert Summary.of(fields, 1).sources == {"a/policy@0": "start"}
+
+
+def test_fields_are_read_of_a_whole_manifest_alone(store):
+    raw = commit(store).files.path("manifest.json").read_bytes()
+    assert manifest_fields(raw)["metrics"] == {"x": 1.5}
+    damaged = raw.replace(b"1.5", b"2.5")
+    assert damaged != raw and manifest_fields(damaged) is None
