@@ -97,17 +97,25 @@ def _claim(target: Storage, marker: bytes) -> None:
     Raises ConfigError if it is another store, or holds other things.
     """
     names = target.list("")
-    for name in ("store.json", _UNFINISHED):
-        if name in names and target.read(name) == marker:
-            return
+    try:
+        marks = {target.read(name) for name in ("store.json", _UNFINISHED) if name in names}
+    except FileNotFoundError:  # another copy ended just now
+        return _claim(target, marker)
+    if marks == {marker}:
+        return None
     if names:
         raise ConfigError(
             f"store {target.url}",
             "is another store, or holds other things",
             next="name an empty or new folder",
         )
-    if not target.put_if_absent(_UNFINISHED, marker, flush_name=True):
-        _claim(target, marker)
+    is_ours = target.put_if_absent(_UNFINISHED, marker, flush_name=True)
+    try:  # meanwhile a copy of another store may have been begun, or even ended
+        return _claim(target, marker)
+    except ConfigError:
+        if is_ours:
+            target.delete(_UNFINISHED)
+        raise
 
 
 def _copy_files(version: Version, target: Storage) -> int:

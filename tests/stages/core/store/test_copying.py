@@ -276,6 +276,24 @@ def test_two_copies_to_one_folder_at_once(store, tmp_path, most_bytes):
     assert verify(Store(target)) == (1, [])
 
 
+def test_copies_of_two_stores_into_one_folder_at_once_are_not_mixed(store, tmp_path):
+    other = Store(tmp_path / "other")
+    make_table(other, 1)
+    make_table(store, 2)
+    target = tmp_path / "copy"
+    began = []
+
+    def another(call: str, path: str, really):
+        if call == "link" and Path(path).parent == target and not began:
+            began.append(path)
+            copy(other, str(target))
+        return really()
+
+    with pytest.raises(ConfigError, match="another store"), watched(another):
+        copy(store, str(target))
+    assert began and contents(Store(target, create=False)) == contents(other)
+
+
 def test_a_copy_made_later_adds_what_is_new(full, bucket):
     first = copy(full, bucket.url)
     new = make_table(full, 10, "b")
