@@ -177,7 +177,10 @@ def loader_of(config: Any) -> Any:
         return AutoModelForSeq2SeqLM
     has_text = type(config) in AutoModelForCausalLM._model_mapping
     reads_media = families.modalities_of(config.to_dict())
-    return AutoModelForMultimodalLM if reads_media and not has_text else AutoModelForCausalLM
+    is_listed_as_seeing = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if (reads_media or is_listed_as_seeing) and not has_text:
+        return AutoModelForMultimodalLM
+    return AutoModelForCausalLM
 
 
 def make_tiny(config: Any) -> nn.Module:

@@ -117,10 +117,17 @@ def load_model(
 def _loader_of(version: Version) -> Any:
     """Return the class of transformers that loads the model of a policy version."""
     import transformers
+    from transformers.models.auto import modeling_auto
 
     if is_encoder_decoder(version):
         return transformers.AutoModelForSeq2SeqLM
-    if modalities(version):
+    model_type = model_config(version).get("model_type")
+    # transformers lists some models without a vision_config (mistral4) among those that see, alone
+    is_listed_as_seeing = (
+        model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        and model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
+    if modalities(version) or is_listed_as_seeing:
         return transformers.AutoModelForMultimodalLM
     return transformers.AutoModelForCausalLM
 

@@ -10,10 +10,12 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.core.run.runner import run_stage
 from quiver.stages.model import checkpoints, small
 from quiver.stages.model.families import FAMILIES, fastest_mode, require_trainable
 from quiver.stages.model.forward.policy import Policy
-from tests import architectures
+from quiver.stages.model.loading import load_model
+from tests import architectures, tiny
 from tests.shrink import shrink
 from tests.stages.model.forward import test_policy as forward
 
@@ -32,10 +34,22 @@ from tests.stages.model.forward import test_policy as forward
         "llama4_text",
         "mistral",
         "mt5",
+        "mistral4",
     ],
 )
 def test_a_trial_gives_the_row_of_the_table(family):
     assert architectures.try_family(family) == {family: FAMILIES[family]}
+
+
+def test_a_model_that_transformers_lists_among_those_that_see_is_loaded(store, tmp_path):
+    made = architectures.make_tiny(architectures.config_of("mistral4"))
+    made.save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    ref = run_stage("policy", {"model": str(tmp_path / "model")}, store, into="a", in_process=True)
+    loaded = load_model(store.open(ref), dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, made(input_ids=ids).logits)
 
 
 @pytest.mark.slow
