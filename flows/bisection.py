@@ -64,11 +64,14 @@ def bisect(recipe: Recipe, good: str, bad: str) -> dict[str, Any]:
     steps = [compared(low, high)]
     if not steps[0]["is_worse"]:
         score = steps[0]["difference"]["score"]
+        is_better = score["score"] > 0 and score["p"] <= 1 - CONFIDENCE
+        verdict = "better" if is_better else "not told apart as worse"
+        advice = "" if is_better else ", or measure on more held-out rows"
         raise LineageError(
             f"{policies[low]} {policies[high]}",
-            f"the second is not told apart as worse: {score['score']:+.4f} over {score['n']} "
-            f"prompts, p {score['p']:.2g}",
-            next="name another policy as bad, or measure on more held-out rows",
+            f"the second is {verdict}: {score['score']:+.4f} over {score['n']} prompts, "
+            f"p {score['p']:.2g}",
+            next=f"name another policy as bad{advice}",
         )
     while high - low > 1:
         middle = (low + high) // 2

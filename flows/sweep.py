@@ -21,7 +21,7 @@ and `quiver gc --keep` tell it from the iterations of the run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -178,6 +178,7 @@ def sweep(recipe: Recipe, num_then: int = 0, *, estimated: bool = False) -> dict
             running.measure("cells", cells, judge, baseline)
             if num_then:
                 _continue_best(running, cells, judge, start, num_then)
+            running.save(ended=True)
     finally:
         end_waiting()
     return running.record
@@ -203,7 +204,7 @@ class _Running:
     def begin(self, cells: Sequence[Cell]) -> None:
         """Save the settings of all cells, so that a sweep that is killed in its first is known."""
         self.record["cells"] = {str(cell.number): {"settings": cell.settings} for cell in cells}
-        self._save()
+        self.save()
 
     def train(self, part: str, cells: Sequence[Cell], train: Callable[[Cell], str]) -> None:
         """Train each cell."""
@@ -244,7 +245,7 @@ class _Running:
                     log.info("%s: %s, score %.4f", cell.name, entry["policy"], score)
             if part == "cells" and entry.get("evaluation") != before.get(str(cell.number)):
                 self.record["then"] = {}  # it continues other policies
-                self._save()
+                self.save()
 
     def _trained(self, part: str) -> list[dict[str, Any]]:
         return [entry for entry in self.record[part].values() if "policy" in entry]
@@ -258,10 +259,18 @@ class _Running:
         except QuiverError as error:
             entry["error"] = error.to_dict()
             log.warning("%s: %s %s: %s", cell.name, error.code, error.object, error.message)
-        self._save()
+        self.save()
 
-    def _save(self) -> None:
-        self.store.storage.put(self._key, with_checksum(self.record))
+    def save(self, *, ended: bool = False) -> None:
+        """Save the record. Until the sweep has `ended`, one that knows more cells stays: a sweep
+        that is typed again and killed would lose them."""
+        if ended or _num_ended(self.record) >= _num_ended(self._before):
+            self.store.storage.put(self._key, with_checksum(self.record))
+
+
+def _num_ended(record: Mapping[str, Any]) -> int:
+    """Return the number of cells that were measured or failed."""
+    return sum(bool(entry.keys() & {"evaluation", "error"}) for entry in record["cells"].values())
 
 
 def _hopeless(entries: Sequence[dict[str, Any]]) -> set[str]:

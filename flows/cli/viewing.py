@@ -107,12 +107,12 @@ def _print_plain(paired: Paired, selection: Selection, by: str, n: int) -> None:
 
     joined = paired.first
     answer = {"ref": str(joined.ref), "rewards": joined.rewards}
+    order = joined.order(selection)
     if by:
-        groups = joined.groups(by)
+        groups = joined.groups(by, order)
         rows = groups.drop_columns("position").to_pylist()
         say({**answer, "by": by, "groups": rows}, [joined.title, *group_lines(groups)])
         return
-    order = joined.order(selection)
     positions = order[:n]
     if answers_in_json():
         rows = joined.rows(positions)

@@ -364,9 +364,11 @@ class Joined:
             return positions[ranks]  # NaN is sorted to the end
         return positions
 
-    def groups(self, by: str = "group_id") -> pa.Table:
+    def groups(self, by: str = "group_id", rows: np.ndarray | None = None) -> pa.Table:
         """Return a table with one row per prompt, in the order of the rollouts; or one per value of
         another text or own column. [groups]
+
+        `rows`: positions of the rollouts that count. Default: all.
 
         Columns: `by`, `count`; `mean`, `std`, `min` and `max` of the reward (or score), null if
         nothing is scored; `position` of the group's first rollout. `std` divides by n, not n − 1.
@@ -383,8 +385,9 @@ class Joined:
             "number": pa.array(numbers, pa.float64(), from_pandas=True),
             "position": pa.array(np.arange(len(self))),
         }
+        table = pa.table(columns)
         grouped = (
-            pa.table(columns)
+            (table if rows is None else table.take(rows))
             .group_by("key", use_threads=False)
             .aggregate(
                 [

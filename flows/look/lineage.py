@@ -302,7 +302,7 @@ def trace_row(store: Store, row: str, most: int | None = None) -> dict[str, Any]
             if user in policies
         ]
         answer["asked"].append({"rollouts": ref, "prompts": prompts, "policies": trained})
-    waiting = sorted(policies)
+    waiting = sorted(policies, key=lambda ref: (parse(ref).run, parse(ref).version))
     for policy in waiting:  # grows while it is walked
         further = [user for user in index.trained_on(policy) if user not in policies]
         policies.update(further)

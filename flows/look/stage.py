@@ -120,7 +120,7 @@ def render(
         gathered=gathered,
         last=last,
         warnings=warnings(gathered),
-        curves=draw_each(curves_of, "iteration"),
+        curves=draw_each(curves_of, "policy"),
         steps=draw_each(
             lambda side: step_panels(
                 [row for iteration in side.iterations for row in iteration.steps], STEP_COLUMNS

@@ -36,7 +36,7 @@ _UNKNOWN += ("p", "p_holm", "told_apart", "approx_kl", "clip_fraction", "error",
 _UNKNOWN += ("cached",)
 _COLUMNS = ("part", "cell", "policy", "evaluation", "score", "stderr", "n", "difference", "low")
 _COLUMNS += ("high", "p", "p_holm", "told_apart", "approx_kl", "clip_fraction", "error")
-_COLUMNS += ("estimate", "estimate_low", "estimate_high")
+_COLUMNS += ("estimate", "estimate_low", "estimate_high", "cached")
 """Columns of CSV, beside the settings."""
 
 
@@ -102,7 +102,8 @@ def table_of(rows: Sequence[Mapping[str, Any]], baseline: str) -> list[list[str]
     with."""
     names = list(labels_of(rows[0])) if rows else []
     tested = sum(row["p"] is not None or _is_only_estimated(row) for row in rows)
-    against = f"against {baseline} (paired, 95 %, Holm over {tested})"
+    corrected = f", Holm over {tested}" if tested else ""
+    against = f"against {baseline} (paired, 95 %{corrected})"
     table = [["cell", *names, "policy", "score", against, "KL", "clipped"]]
     for row in rows:
         labels = labels_of(row).values()

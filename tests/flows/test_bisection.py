@@ -125,6 +125,13 @@ def test_a_bad_policy_that_is_not_told_apart_is_refused(workplace):
         search(recipe, 0, 4)
 
 
+def test_a_bad_policy_that_is_better_is_called_so(workplace, tmp_path):
+    recipe, _ = workplace
+    (tmp_path / "rewards.py").write_text(REWARD.replace("not in", "in"))
+    with pytest.raises(LineageError, match="the second is better"):
+        search(recipe, 0, 8)
+
+
 def test_a_bad_policy_must_descend_from_the_good_one(workplace):
     recipe, stages = workplace
     for good, bad in ((8, 0), (3, 3)):

@@ -140,6 +140,8 @@ def test_means_by_an_own_column(levelled):
     for level, rows in (("easy", rewards[[0, 3, 6, 9]]), ("hard", rewards[[1, 2, 4, 5, 7, 8]])):
         assert groups[level]["count"] == rows.size
         assert groups[level]["mean"] == pytest.approx(rows.mean())
+    hard = levelled.groups("level", levelled.order(Selection(where="level = hard")))
+    assert hard.to_pylist() == [groups["hard"]]
     assert levelled.groups("digits")["digits"].to_pylist()[4:6] == [None, 5]
     assert levelled.groups("end")["finish_reason"].to_pylist() == ["length"]
     with pytest.raises(ConfigError, match="level, digits, odd"):
