@@ -364,7 +364,7 @@ class Joined:
             return positions[ranks]  # NaN is sorted to the end
         return positions
 
-    def groups(self, by: str = "group_id", rows: np.ndarray | None = None) -> pa.Table:
+    def groups(self, by: str = "group_id", rows: Sequence[int] | None = None) -> pa.Table:
         """Return a table with one row per prompt, in the order of the rollouts; or one per value of
         another text or own column. [groups]
 
@@ -387,7 +387,7 @@ class Joined:
         }
         table = pa.table(columns)
         grouped = (
-            (table if rows is None else table.take(rows))
+            (table if rows is None else table.take(np.asarray(rows)))
             .group_by("key", use_threads=False)
             .aggregate(
                 [

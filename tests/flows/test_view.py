@@ -125,6 +125,8 @@ def test_means_by_a_column_are_a_table(store, capsys):
     _, header, *rows = capsys.readouterr().out.splitlines()
     assert header.split() == ["finish_reason", "count", "mean", "std", "min", "max"]
     assert sum(int(row.split()[1]) for row in rows) == 16
+    viewing.view("golden/rewards@1", by="end", where="tokens > 1000", store=store.url)
+    assert len(capsys.readouterr().out.splitlines()) == 2, "no rollout is so long"
     with pytest.raises(ConfigError, match="not a page"):
         viewing.view("golden/rewards@1", by="end", web=True, store=store.url)
 
