@@ -104,7 +104,7 @@ class Exported:
 
     ref: str
     rewards: str | None
-    """The rewards that are written: of several, those that `open_joined` chooses."""
+    """The rewards that are written, as `open_joined` chooses them."""
     sampling: dict[str, Any]
     """How the rollouts were sampled, as `quiver import` needs it."""
     rows: int = 0

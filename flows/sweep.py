@@ -15,7 +15,7 @@ continues, and a cell that failed is tried again by the same command. The object
 It may be deleted, and holds no version back from `quiver gc`: manifests are enough to show it.
 
 What a sweep makes has a note that begins with the sweep's name (`listing.is_of_sweep`), so reports
-and `quiver gc --keep` tell it from the iterations of the run.
+and `quiver gc --keep` do not take it for an iteration of the run.
 """
 
 from __future__ import annotations
@@ -262,15 +262,16 @@ class _Running:
         self.save()
 
     def save(self, *, ended: bool = False) -> None:
-        """Save the record. Until the sweep has `ended`, one that knows more cells stays: a sweep
-        that is typed again and killed would lose them."""
+        """Save the record. Until the sweep has `ended`, a record of more finished cells stays: a
+        sweep that is typed again and killed would lose them."""
         if ended or _num_ended(self.record) >= _num_ended(self._before):
             self.store.storage.put(self._key, with_checksum(self.record))
 
 
 def _num_ended(record: Mapping[str, Any]) -> int:
-    """Return the number of cells that were measured or failed."""
-    return sum(bool(entry.keys() & {"evaluation", "error"}) for entry in record["cells"].values())
+    """Return the number of cells, continued ones too, that were measured or failed."""
+    entries = [*record["cells"].values(), *record["then"].values()]
+    return sum("evaluation" in entry or "error" in entry for entry in entries)
 
 
 def _hopeless(entries: Sequence[dict[str, Any]]) -> set[str]:
@@ -318,7 +319,7 @@ def _continue_best(
 
 
 def _distinct(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the measured rows, without those that repeat an earlier one: its weights, or its
+    """Return the measured rows without repetitions of an earlier one: the same weights, or the same
     settings with another seed."""
     seen: set[str] = set()
     distinct = []

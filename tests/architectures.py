@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
 )
 from transformers import __version__ as VERSION
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -173,14 +171,9 @@ def try_config(config: Any) -> Verdict:
 
 def loader_of(config: Any) -> Any:
     """Return the class that makes a model of `config`, as `load_model` chooses it."""
-    if config.is_encoder_decoder:
-        return AutoModelForSeq2SeqLM
     has_text = type(config) in AutoModelForCausalLM._model_mapping
-    reads_media = families.modalities_of(config.to_dict())
-    is_listed_as_seeing = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    if (reads_media or is_listed_as_seeing) and not has_text:
-        return AutoModelForMultimodalLM
-    return AutoModelForCausalLM
+    fields = config.to_dict()
+    return families.loader_of(fields, [] if has_text else families.modalities_of(fields))
 
 
 def make_tiny(config: Any) -> nn.Module:

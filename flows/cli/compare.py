@@ -71,9 +71,10 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
     for name in table_a.column_names:
         if name in table_b.column_names and name not in (key, "rollout_id"):
             pairs = zip(shared_a[name].to_pylist(), shared_b[name].to_pylist(), strict=True)
-            kind = shared_a[name].type
-            kind = kind.value_type if pa.types.is_list(kind) else kind
-            if pa.types.is_struct(kind):  # A null field means nothing.
+            cell_type = shared_a[name].type
+            if pa.types.is_list(cell_type):
+                cell_type = cell_type.value_type
+            if pa.types.is_struct(cell_type):  # A null field means nothing.
                 pairs = ([without_nulls(cell or {}) for cell in pair] for pair in pairs)
             if count := sum(before != after for before, after in pairs):
                 changed[name] = count

@@ -269,7 +269,7 @@ def ends_of(store: Store, run: str) -> list[str]:
         continues = parent is not None and parent.ref in lengths
         if is_of_sweep(version.manifest.note):
             swept.add(ref)
-            # a cell continues no line of the run's own; the base alone is none
+            # a cell ends no line of the run's own, but may end that of a run with a base alone
             continues = continues and (parent.ref in swept or lengths[parent.ref] == 0)
         if continues and ref in visible:
             visible.discard(parent.ref)

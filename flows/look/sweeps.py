@@ -250,7 +250,7 @@ def _title(record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], begun: 
 
 
 def _counts(store: Store, record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return how many cells were trained, what that saved, and how to go on."""
+    """Return how many cells were trained, what that saved, and what to type next."""
     failed = sum(row["error"] is not None for row in rows)
     made = [row for row in rows if row["policy"] and not row["error"]]
     done = sum(bool(row["cached"]) for row in made)

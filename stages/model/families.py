@@ -9,7 +9,7 @@ Not of the spine: a table of names.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +117,28 @@ def modalities_of(config: dict[str, Any]) -> list[str]:
     """Return what a model with this config.json reads besides text."""
     sees = isinstance(config.get("vision_config"), dict)
     return ["image"] * sees + ["audio"] * (config.get("model_type") in HEARING)
+
+
+def loader_of(config: dict[str, Any], media: Sequence[str]) -> Any:
+    """Return transformers' Auto class for a model with this config.json.
+
+    Args:
+        media: What the model is to read besides text, of `modalities_of`.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    model_type = config.get("model_type")
+    if config.get("is_encoder_decoder"):
+        return transformers.AutoModelForSeq2SeqLM
+    # some models of text alone (mistral4) are listed only among models that see
+    has_no_text_class = (
+        model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        and model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
+    if media or has_no_text_class:
+        return transformers.AutoModelForMultimodalLM
+    return transformers.AutoModelForCausalLM
 
 
 def require_processor(folder: Path, name: str) -> None:

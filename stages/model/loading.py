@@ -40,6 +40,7 @@ from quiver.stages.model.checkpoints import (
     model_config,
     vocabulary_size,
 )
+from quiver.stages.model.families import loader_of
 from quiver.stages.model.folder import check_folder, load_errors, says_no_memory, stored_weights
 from quiver.stages.model.mkl_warmup import make_first_calls
 
@@ -116,20 +117,7 @@ def load_model(
 
 def _loader_of(version: Version) -> Any:
     """Return the class of transformers that loads the model of a policy version."""
-    import transformers
-    from transformers.models.auto import modeling_auto
-
-    if is_encoder_decoder(version):
-        return transformers.AutoModelForSeq2SeqLM
-    model_type = model_config(version).get("model_type")
-    # transformers lists some models without a vision_config (mistral4) among those that see, alone
-    is_listed_as_seeing = (
-        model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-        and model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    )
-    if modalities(version) or is_listed_as_seeing:
-        return transformers.AutoModelForMultimodalLM
-    return transformers.AutoModelForCausalLM
+    return loader_of(model_config(version), modalities(version))
 
 
 def empty_model(version: Version) -> PreTrainedModel:

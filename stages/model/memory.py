@@ -30,7 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model import vllm_env
 from quiver.stages.model.devices import SLEEPING_BYTES, engine_gpus
-from quiver.stages.model.families import modalities_of
+from quiver.stages.model.families import loader_of, modalities_of
 from quiver.stages.model.folder import load_errors
 from quiver.stages.model.forward import logprob_head
 from quiver.stages.model.forward.media import vision_parameters
@@ -87,11 +87,9 @@ def shape_of(config: transformers.PreTrainedConfig) -> Shape:
     if config.is_encoder_decoder or not hasattr(text, "num_attention_heads"):
         message = "its memory cannot be estimated: it is not a decoder with attention"
         raise ConfigError(name, message, next=_NOT_KNOWN)
-    loader = transformers.AutoModelForCausalLM
-    if modalities_of(config.to_dict()):
-        loader = transformers.AutoModelForMultimodalLM
+    fields = config.to_dict()
     with load_errors(name), torch.device("meta"):
-        model = loader.from_config(config)
+        model = loader_of(fields, modalities_of(fields)).from_config(config)
     modules = [*layers_of(model)]
     layers = [_count(layer) for layer in modules]
     if not layers:

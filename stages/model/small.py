@@ -23,7 +23,7 @@ from quiver.stages.core.store.writer import open_staging
 
 from . import checkpoints, from_function
 from .checkpoints import CARRIED_FILES, PolicyConfig, locate
-from .families import THREE_AXES, modalities_of
+from .families import THREE_AXES, loader_of, modalities_of
 from .folder import convert_gguf
 
 if TYPE_CHECKING:
@@ -85,12 +85,7 @@ def make(
     Raises ConfigError if its family cannot be made small.
     """
     import torch
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForMultimodalLM,
-        AutoModelForSeq2SeqLM,
-    )
+    from transformers import AutoConfig
 
     with tempfile.TemporaryDirectory() as work:
         source = _folder_of(model, revision, arguments or {}, Path(work))
@@ -102,12 +97,10 @@ def make(
             for name in ("out_hidden_size", "hidden_size"):  # but not in the width of its features
                 if width is not None and getattr(config.vision_config, name, None) == width:
                     setattr(config.vision_config, name, text.hidden_size)
-            if modalities_of(config.to_dict()):
-                kind = AutoModelForMultimodalLM
-            else:
-                kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+            fields = config.to_dict()
+            loader = loader_of(fields, modalities_of(fields))
             torch.manual_seed(0)
-            kind.from_config(config, dtype=torch.float32).save_pretrained(folder)
+            loader.from_config(config, dtype=torch.float32).save_pretrained(folder)
         except Exception as error:  # each family reports bad sizes in its own way
             raise ConfigError(
                 f"--dry-run {printable(model)}",

@@ -23,13 +23,10 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    AutoModelForSeq2SeqLM,
 )
 
 from quiver.stages.model.checkpoints import find_folder, model_files
-from quiver.stages.model.families import modalities_of
+from quiver.stages.model.families import loader_of, modalities_of
 from quiver.stages.model.forward.gpu.choice import uncast
 from quiver.stages.model.forward.media import vision_parameters
 from quiver.stages.model.forward.projections import product, product_dtype
@@ -73,10 +70,8 @@ def rounded(folder: Path, model: str, revision: str | None = None) -> None:
     """Write `model`, a directory or hub id, into `folder` with the weights that training on it in
     4 bits has. A recipe names this function as `policy.model`."""
     source = find_folder(model, revision, "policy.model")
-    config = AutoConfig.from_pretrained(source)
-    loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    if modalities_of(config.to_dict()):
-        loader = AutoModelForMultimodalLM
+    config = AutoConfig.from_pretrained(source).to_dict()
+    loader = loader_of(config, modalities_of(config))
     loaded = load_pretrained(loader, source, model, dtype="auto")
     for _, linear in _plain_layers(loaded):
         for _ in range(2):  # 16 bits round the blocks' scales too, and then the weights are final

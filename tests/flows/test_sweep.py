@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -24,6 +25,7 @@ from quiver.flows.sweep import _hopeless, _Running, cells_of, saved, sweep
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.refs import parse
 from quiver.stages.core.run import stage_process
+from quiver.stages.core.run.call import Call
 from quiver.stages.core.store import Store, retention
 from quiver.stages.core.store.listing import is_of_sweep
 from quiver.stages.core.store.storage import with_checksum
@@ -163,21 +165,26 @@ def test_what_a_sweep_makes_is_told_from_the_iterations_of_its_run(made, command
 
 def test_a_sweep_that_was_killed_in_its_first_cell_says_how_to_go_on(made, monkeypatch):
     recipe = load("recipe.toml", ["run=begun"])
-    run_call = dispatch.run_call
-
-    def killed(call, **options):
-        if call.stage == "optimize":
-            raise KeyboardInterrupt
-        return run_call(call, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "run_call", killed)
-        with pytest.raises(KeyboardInterrupt):
-            sweep(recipe)
+    kill(monkeypatch, recipe, lambda call: call.stage == "optimize")
     shown = show(Store("store"), saved(recipe))
     assert [row[3] for row in shown.cells[1:]] == ["not trained yet"] * 4
     [note] = shown.notes
     assert note.startswith("4 cells: none is done yet") and "`quiver sweep RECIPE` with" in note
+
+
+def kill(monkeypatch, recipe, comes: Callable[[Call], bool]) -> None:
+    """Interrupt a sweep at the first call for which `comes` is true."""
+    run_call = dispatch.run_call
+
+    def run_or_kill(call, **options):
+        if comes(call):
+            raise KeyboardInterrupt
+        return run_call(call, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "run_call", run_or_kill)
+        with pytest.raises(KeyboardInterrupt):
+            sweep(recipe)
 
 
 def cli_lines(capsys, *words: str) -> list[str]:
@@ -193,25 +200,11 @@ def cli_lines(capsys, *words: str) -> list[str]:
 @pytest.mark.parametrize("num_calls", [4, 9])
 def test_a_killed_sweep_goes_on_and_makes_nothing_twice(made, monkeypatch, num_calls):
     recipe = load("recipe.toml", [f"run=killed-{num_calls}", "sweep.over.reward=[{}]"])
-    run_call = dispatch.run_call
-
-    def killed(call, **options):
-        if len(made) == num_calls:
-            raise KeyboardInterrupt
-        return run_call(call, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "run_call", killed)
-        with pytest.raises(KeyboardInterrupt):
-            sweep(recipe)
+    kill(monkeypatch, recipe, lambda call: len(made) == num_calls)
     record = sweep(recipe)
     assert all("evaluation" in cell for cell in record["cells"].values())
     counts = {"prompt": 1, "generate": 3, "reward": 1 + 3, "optimize": 2, "evaluate": 3}
     assert Counter(made) == counts
-
-
-def stopped(call, **_):
-    raise KeyboardInterrupt
 
 
 def test_a_failing_cell_does_not_end_the_others_and_is_tried_again(made, monkeypatch, command):
@@ -243,15 +236,12 @@ def test_a_failing_cell_does_not_end_the_others_and_is_tried_again(made, monkeyp
     # a cell's reward has changed, and the sweep is killed before that cell is done: no mixed table
     record = saved(recipe)
     Path("low.py").write_text(LOW.replace("160", "150"))
-    with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "run_call", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            sweep(recipe)
+    kill(monkeypatch, recipe, lambda call: True)
     assert saved(recipe) == record
     Path("low.py").write_text(LOW)
 
 
-def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, command):
+def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, monkeypatch, command):
     options = ("sweep", "recipe.toml", "--set", "run=alike", "--then", "1")
     code, answer = command(*options)
     assert code == 0
@@ -287,6 +277,13 @@ def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, comman
     made.clear()
     assert command(*options[:-2])[1]["then"] == answer["then"] and made == []
     assert command(*options)[0] == 0 and made == []
+    # the same again, killed while the second one continues
+    record = saved(load("recipe.toml", ["run=alike"]))
+    first = Mock(side_effect=[answer["then"][0]["policy"], KeyboardInterrupt])
+    monkeypatch.setattr("quiver.flows.sweep._continue", first)
+    with pytest.raises(KeyboardInterrupt):
+        sweep(load("recipe.toml", ["run=alike"]), 1)
+    assert saved(load("recipe.toml", ["run=alike"])) == record
 
 
 def test_rollouts_of_several_policies_train_the_newest_and_a_setting_continues_once(made, command):

@@ -1,9 +1,9 @@
 """Copy a store to another place: a folder or a bucket, each way.
 
-Each file is compared with its manifest before and after, and appears whole or not at all. What is
-there with the right size is not copied again. A manifest comes after its files, and `store.json`
-last. So a copy that was interrupted is no store yet; the same call goes on with it, also beside
-another one. Unfinished work is left out, and data that expired or were removed.
+Each file is compared with its manifest before and after, and appears whole or not at all. A file
+that exists with the right size is not copied again. A manifest comes after its files, and
+`store.json` last. So a copy that was interrupted is no store yet; the same call continues it, also
+beside another one. Unfinished work is left out, and data that expired or were removed.
 
     copied = copy(Store("store"), "s3://bucket/rl")
 
@@ -41,7 +41,7 @@ class Copied:
     versions: int = 0
     """Versions in the copy, by their manifests."""
     bytes: int = 0
-    """Bytes of files that were copied; files that were there already do not count."""
+    """Bytes of files that were copied now, not by an earlier call."""
 
 
 def copy(source: Store, target: str) -> Copied:
@@ -79,7 +79,7 @@ def copy(source: Store, target: str) -> Copied:
                 version = source.version(Ref(run, kind, number))
                 manifest = f"{version.ref.folder}/manifest.json"
                 if number not in listing.marks[REMOVED]:
-                    version.manifest  # noqa: B018  a torn or missing one is told
+                    version.manifest  # noqa: B018  a torn or missing one is an error
                     # another version's files stay as they are
                     _is_there(storage, manifest, source.storage.read(manifest))
                     copied.bytes += _copy_files(version, storage)
@@ -98,11 +98,12 @@ def _claim(target: Storage, marker: bytes) -> None:
     """
     names = target.list("")
     try:
-        marks = {target.read(name) for name in ("store.json", _UNFINISHED) if name in names}
+        markers = {target.read(name) for name in ("store.json", _UNFINISHED) if name in names}
     except FileNotFoundError:  # another copy ended just now
-        return _claim(target, marker)
-    if marks == {marker}:
-        return None
+        _claim(target, marker)
+        return
+    if markers == {marker}:
+        return
     if names:
         raise ConfigError(
             f"store {target.url}",
@@ -111,7 +112,7 @@ def _claim(target: Storage, marker: bytes) -> None:
         )
     is_ours = target.put_if_absent(_UNFINISHED, marker, flush_name=True)
     try:  # meanwhile a copy of another store may have been begun, or even ended
-        return _claim(target, marker)
+        _claim(target, marker)
     except ConfigError:
         if is_ours:
             target.delete(_UNFINISHED)
@@ -119,8 +120,8 @@ def _claim(target: Storage, marker: bytes) -> None:
 
 
 def _copy_files(version: Version, target: Storage) -> int:
-    """Copy the files of a version that did not expire. Returns their bytes; those that are there
-    already do not count."""
+    """Copy the files of a version that did not expire. Returns their bytes, without those of files
+    that were copied before."""
     manifest = version.manifest
     there = target.files(manifest.prefix)
     entries = []
@@ -141,7 +142,7 @@ def _copy_files(version: Version, target: Storage) -> int:
 
 
 def _copy_objects(source: Storage, target: Storage, keys: Iterable[str]) -> None:
-    """Copy small objects. Raises ConflictError if one is there with other bytes."""
+    """Copy small objects. Raises ConflictError if one exists with other bytes."""
     for key in keys:
         raw = source.read(key)
         while not _is_there(target, key, raw):

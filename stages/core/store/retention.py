@@ -4,7 +4,7 @@ Data leave the store by age (`quiver gc`), on purpose (`quiver rm`), or when a g
 Three kinds of versions are roots:
 
     tagged     the version a tag points at, and the one it would go back to
-    newest     the last `keep` of each kind of each run, and as many of those that its sweeps made
+    newest     the last `keep` of each kind of each run, and as many of its sweeps
     at work    inputs of a stage that is at work, and versions with its run key
 
 A kept version keeps its inputs, with these exceptions. A policy that is not a root keeps only the
@@ -20,7 +20,7 @@ Optimizer state is needed only to continue training. It stays for the last `mome
 each run, and of its sweeps, and for policies that are tagged or read by a stage at work.
 
 A collection marks what is not kept (see `marks`). From then on it is expired: no process begins to
-read it, and one that has opened it goes on reading. After the grace time a later collection deletes
+read it, and one that has opened it may read on. After the grace time a later collection deletes
 the data, unless a tag points at the version or a stage at work reads it. Manifests and marks stay
 for ever, and data are not put back: a stage that needs expired data makes a new version.
 
@@ -202,15 +202,14 @@ def find_kept(
                     waiting += sources
         return reached | chosen_by
 
-    # a stage at work goes on with the data that it opened, a new reader takes what was made again
+    # a stage at work keeps reading the data that it opened, a new reader takes what was made again
     kept.read = follow(kept.read, lambda ref: ref)
     kept.versions = kept.read | follow([*roots, *kept.in_use], store.resolve)
     return kept
 
 
 def _counted(store: Store, run: str, kind: str) -> tuple[list[Ref], list[Ref]]:
-    """Return the versions of one kind in one run, the newest first: the run's own, and those that
-    its sweeps made."""
+    """Return a run's own versions of one kind, and those of its sweeps, the newest first."""
     listing = store.listing(run, kind)
     swept = {summary.number for summary in listing.summaries() if is_of_sweep(summary.note)}
     own, of_sweeps = [], []
@@ -457,7 +456,7 @@ def _mark_all(store: Store, rule: Rule, unmarked: Iterable[Expiring]) -> OSError
                         files[name] = version.files.read(name).decode(errors="replace")
                 marks.write(store.storage, ref, expiring.mark, why, files=files)
         except OSError as error:
-            # a mark that is there is not durable: nothing may be deleted for it
+            # a mark that exists now need not be durable: nothing may be deleted for it
             is_there = marks.read(store.storage, expiring.ref, expiring.mark) is not None
             if is_there or error.errno not in _NO_ROOM:
                 raise
@@ -488,7 +487,7 @@ def _marked(store: Store, rule: Rule) -> Iterator[tuple[Expiring, float]]:
 
 
 def _data(store: Store, ref: Ref, mark: str) -> dict[str, int]:
-    """Return the bytes of the files and folders that are there and that a mark covers, by key."""
+    """Return the bytes of the existing files and folders that a mark covers, by key."""
     prefix = Version(ref, store.storage).prefix
     covered = OPTIMIZER_FOLDER if mark == NO_OPTIMIZER else ""
     sizes: Counter[str] = Counter()
@@ -513,7 +512,7 @@ def _abandoned(store: Store, rule: Rule) -> Iterator[tuple[Work, int]]:
         summaries = store.listing(run, kind).summaries()
         num_made = Counter(summary.run_key for summary in summaries)
         names = [name for work in unfinished(store, run, kind) for name in work.names]
-        # a version that is torn does not tell which data are its own
+        # the manifest of a torn version cannot say which data are its own
         if not any(summary.error for summary in summaries):
             names += _unpublished(store, run, kind, num_made)
         for work in _by_attempt(run, kind, names):

@@ -11,7 +11,7 @@
     STORE/<run>/tags/<name>/000001.json      entries of a tag; the highest is the tag
 
 Three rules hold. Objects are written once and never changed; the exceptions are unfinished work,
-leases and caches. A version is its manifest: it exists from the moment when its manifest is there.
+leases and caches. A version is its manifest: it exists as soon as its manifest does.
 Only data are deleted, never a manifest, and a mark says so first.
 
 Reading checks size and sha256 before it parses, and maps files into memory. There are no silent
@@ -124,8 +124,8 @@ class VersionFiles:
             raise self._version.missing(name) from None
 
     def sizes(self) -> dict[str, int]:
-        """Return the actual size in bytes of each file that is there, listed or not, by name,
-        without those that gc is deleting, in `….gone` (see `disk`)."""
+        """Return the actual size in bytes of each existing file, listed or not, by name, without
+        files that gc is deleting, in `….gone` (see `disk`)."""
         files = self._storage.files(self._prefix)
         return {name: size for name, (size, _) in files.items() if ".gone/" not in name}
 
@@ -218,7 +218,7 @@ class Version:
 
     def _verify_files(self, entries: list[FileEntry], *, remembered: bool = True) -> None:
         if len(entries) > 1:
-            with suppress(FileNotFoundError):  # told for each file below
+            with suppress(FileNotFoundError):  # an error of its own for each file below
                 names = [entry.name for entry in entries]
                 self._storage.local(self.manifest.prefix, names)  # all at once
         map_in_threads(partial(self._verify_file, remembered=remembered), entries)
@@ -549,7 +549,7 @@ class Store:
         return True
 
     def has_manifest(self, ref: Ref) -> bool:
-        """Return True if a version's manifest is there, even if it has marks."""
+        """Return True if a version's manifest exists, even if it has marks."""
         try:
             self.storage.read(f"{ref.folder}/manifest.json")
         except FileNotFoundError:

@@ -11,10 +11,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.runner import run_stage
-from quiver.stages.model import checkpoints, small
+from quiver.stages.model import checkpoints, memory, small
 from quiver.stages.model.families import FAMILIES, fastest_mode, require_trainable
 from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.loading import load_model
+from quiver.stages.optimize import nf4
 from tests import architectures, tiny
 from tests.shrink import shrink
 from tests.stages.model.forward import test_policy as forward
@@ -42,14 +43,26 @@ def test_a_trial_gives_the_row_of_the_table(family):
 
 
 def test_a_model_that_transformers_lists_among_those_that_see_is_loaded(store, tmp_path):
+    """For training, for the counts of `quiver fit`, and by what writes other weights of it."""
+    exact, rounded, shrunk = (tmp_path / name for name in ("exact", "rounded", "shrunk"))
     made = architectures.make_tiny(architectures.config_of("mistral4"))
-    made.save_pretrained(tmp_path / "model")
-    tiny.tokenizer().save_pretrained(tmp_path / "model")
-    ref = run_stage("policy", {"model": str(tmp_path / "model")}, store, into="a", in_process=True)
-    loaded = load_model(store.open(ref), dtype=torch.float32)
+    made.save_pretrained(exact)
+    tiny.tokenizer().save_pretrained(exact)
+    assert memory.shape_of(made.config).weights == sum(each.numel() for each in made.parameters())
+    rounded.mkdir()
+    nf4.rounded(rounded, str(exact))
     ids = torch.tensor([[5, 6, 7]])
-    with torch.no_grad():
-        assert torch.equal(loaded(input_ids=ids).logits, made(input_ids=ids).logits)
+    gaps = []
+    for folder in (exact, rounded):
+        ref = run_stage("policy", {"model": str(folder)}, store, into=folder.name, in_process=True)
+        model = load_model(store.open(ref), dtype=torch.float32)
+        with torch.no_grad():
+            gap = model(input_ids=ids).logits - made(input_ids=ids).logits
+        gaps.append(float(gap.norm()))
+    assert gaps[0] == 0 < gaps[1]
+    shrunk.mkdir()
+    small.make(shrunk, model=str(exact))
+    assert json.loads((shrunk / "config.json").read_text())["model_type"] == "mistral4"
 
 
 @pytest.mark.slow
