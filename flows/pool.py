@@ -230,9 +230,12 @@ class _PoolRuns:
                 time.sleep(5)
         by_id = {run.id: run for run in answer}
         lost = State(type=StateType.CRASHED, message="the server does not know it")
-        self.runs = [
-            by_id.get(run.id) or run.model_copy(update={"state": lost}) for run in self.runs
-        ]
+        for index, run in enumerate(self.runs):
+            found = by_id.get(run.id)
+            if found is None:
+                self.runs[index] = run.model_copy(update={"state": lost})
+            elif found.state is not None:  # A server that is deleting a run answers it without.
+                self.runs[index] = found
 
     def _finished_ref(self) -> str | None:
         """Return the reference that a finished run answered, if any; record the errors of failed

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import difflib
 import inspect
-import textwrap
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -114,8 +114,14 @@ def descriptions(cls: type[Config]) -> dict[str, str]:
     for part in reversed(cls.__mro__):
         if not issubclass(part, Config) or part is Config:
             continue
-        body = parse_python(textwrap.dedent(inspect.getsource(part))).body[0].body
-        for field, below in pairwise(body):
+        # not the source of the class: to find it, inspect parses the file in its own way
+        module = parse_python(inspect.getsource(sys.modules[part.__module__]))
+        (definition,) = (
+            node
+            for node in module.body
+            if isinstance(node, ast.ClassDef) and node.name == part.__name__
+        )
+        for field, below in pairwise(definition.body):
             match field, below:
                 case ast.AnnAssign(target), ast.Expr(ast.Constant(str(text))):
                     texts[target.id] = inspect.cleandoc(text)

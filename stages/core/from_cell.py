@@ -22,6 +22,7 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.core.files import write_bytes
+from quiver.stages.core.threads import parse_python
 from quiver.stages.core.user_cache import cache_folder
 
 _PLAIN = (str, int, float, bool, type(None), list, tuple, dict)
@@ -119,7 +120,7 @@ def _source_of(function: types.FunctionType) -> str:
     the source of a decorated function may be another one's."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
-        (definition,) = ast.parse(source).body
+        (definition,) = parse_python(source).body
     except (OSError, SyntaxError, ValueError):
         raise _refused(function, "its source cannot be read") from None
     is_def = isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef)

@@ -13,12 +13,14 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TypeVar
 
 In = TypeVar("In")
 Out = TypeVar("Out")
 
 _PARSER = threading.Lock()
+_MOST_PARSES = 20
 _MOST_TASKS = 1000
 """Most tasks that the inputs are split into: a task costs as much as reading a small file."""
 
@@ -44,7 +46,10 @@ def parse_python(source: str | bytes) -> ast.Module:
 
     Two threads must not parse at once: in Python 3.11 that occasionally fails with a SystemError,
     because the parser counts the tree's depth in one place for all threads (python/cpython issue
-    106905).
+    106905). Our threads take turns. A library's thread does not, so a failed parse is repeated.
     """
     with _PARSER:
+        for _ in range(_MOST_PARSES - 1):
+            with suppress(SystemError):
+                return ast.parse(source)
         return ast.parse(source)

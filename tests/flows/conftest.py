@@ -174,8 +174,8 @@ def left_behind(folder: Path, only: str = "") -> list[str]:
 
 
 def wait_until(comes_about: Callable[[], object]) -> None:
-    """Wait for what must come about within three minutes, also on a busy machine."""
-    deadline = time.monotonic() + 180
+    """Wait for what must come about within a minute."""
+    deadline = time.monotonic() + 60
     while not comes_about():
         assert time.monotonic() < deadline, "it did not come about"
         time.sleep(0.02)

@@ -1,11 +1,14 @@
 """Code that a recipe names: which file it comes from, and which hash it has; and Python's parser
 under several threads."""
 
+import ast
+import contextlib
 import gc
 import hashlib
 import pickle
 import subprocess
 import sys
+import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -282,6 +285,9 @@ def test_other_folders_and_computed_names_do_not_count(project, statement):
 # -- the parser
 
 
+SOURCE = "x = (1, [2, {3: f(4)}])\n" * 20
+
+
 @pytest.fixture
 def often_switched():
     """Threads are switched at each chance, and collecting garbage gives many: it runs Python."""
@@ -303,7 +309,24 @@ def test_threads_may_parse_at_once(often_switched):
     """With `ast.parse` itself three of four threads end in a SystemError on Python 3.11."""
 
     def parse(_):
-        return [len(parse_python("x = (1, [2, {3: f(4)}])\n" * 20).body) for _ in range(50)]
+        return [len(parse_python(SOURCE).body) for _ in range(50)]
 
     with ThreadPoolExecutor(4) as pool:
         assert [*pool.map(parse, range(4))] == [[20] * 50] * 4
+
+
+def test_the_thread_of_a_library_may_parse_meanwhile(often_switched):
+    """It knows nothing of our lock."""
+    is_done = threading.Event()
+
+    def parse_for_ever():
+        while not is_done.is_set():
+            with contextlib.suppress(SystemError):
+                ast.parse(SOURCE)
+
+    with ThreadPoolExecutor(1) as library:
+        library.submit(parse_for_ever)
+        try:
+            assert [len(parse_python(SOURCE).body) for _ in range(300)] == [20] * 300
+        finally:
+            is_done.set()
