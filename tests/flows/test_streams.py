@@ -226,7 +226,7 @@ def test_a_server_that_answers_otherwise_than_prefect_is_told(asks, name):
 @ASKS
 @pytest.mark.parametrize("trickles", [False, True])
 def test_a_server_that_takes_a_question_and_does_not_answer_is_told(monkeypatch, asks, trickles):
-    assert prefect_server.SECONDS <= 10
+    assert prefect_server.SECONDS <= 60, "Prefect's own client waits a minute"
     monkeypatch.setattr(prefect_server, "SECONDS", 1.0)
 
     def answer() -> None:
