@@ -6,6 +6,7 @@ import doctest
 import importlib
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,18 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
+@cache
+def options() -> set[str]:
+    """The options of all commands, without their dashes."""
+    commands = (get_command(app), *get_command(app).commands.values())
+    return {
+        name.lstrip("-")
+        for command in commands
+        for parameter in command.params
+        for name in parameter.opts
+    }
+
+
 def test_what_a_document_names_exists():
     def check(path: Path) -> None:
         text = path.read_text()
@@ -87,14 +100,8 @@ def test_what_a_document_names_exists():
         others = r"(?m)(?<![\w/])(?:prefect|docker|pip|torchrun|python -m) [^`\n]*"  # command lines of other programs
         served = re.findall(r'"--([a-z-]+)"', (ROOT / "deployments/reward_server.py").read_text())
         for option in re.findall(r"(?<![\w-])--([a-z][a-z-]*)", re.sub(others, "", text)):
-            known = {
-                o.lstrip("-")
-                for c in (get_command(app), *get_command(app).commands.values())
-                for p in c.params
-                for o in p.opts
-            }
             others_own = {"spec", "result"}
-            assert option in known | {*served} | others_own, f"{path.name} names --{option}"
+            assert option in options() | {*served} | others_own, f"{path.name} names --{option}"
 
     check_each(DOCUMENTS, check, relative)
 
