@@ -60,8 +60,15 @@ _QWEN4 = {
     "indexer_compress_ratio": 4,
 }
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [22, 22, 20]}
-_NARROW_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-_NARROW_HEADS = {"text_config": {"rope_parameters": _NARROW_ROPE}}
+_THREE_AXES = {
+    "text_config": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [16, 24, 24],
+        }
+    }
+}
 _FOUR_LAYERS = {"num_hidden_layers": 4}
 CONFIGS = {
     "bamba": {**_FOUR_LAYERS, "attn_layer_indices": [1, 3]},
@@ -95,8 +102,8 @@ CONFIGS = {
     },
     "ministral": {"head_dim": 32},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 32},
-    "qwen2_5_vl": _NARROW_HEADS,
-    "qwen2_vl": _NARROW_HEADS,
+    "qwen2_5_vl": _THREE_AXES,
+    "qwen2_vl": _THREE_AXES,
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "reformer": {"is_decoder": True, "axial_pos_embds": False},

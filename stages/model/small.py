@@ -25,52 +25,10 @@ from . import checkpoints, from_function
 from .checkpoints import CARRIED_FILES, PolicyConfig, locate
 from .families import THREE_AXES, loader_of, modalities_of
 from .folder import convert_gguf
+from .shrink import shrink
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-LAYERS = 2
-_LIMITS = {
-    128: (
-        "intermediate_size",
-        "n_inner",
-        "d_ff",
-        "ffn_dim",
-        "encoder_ffn_dim",
-        "decoder_ffn_dim",
-    ),
-    64: (
-        "hidden_size",
-        "n_embd",
-        "d_model",
-        "word_embed_proj_dim",
-        "moe_intermediate_size",
-        "shared_expert_intermediate_size",
-    ),
-    16: ("head_dim", "d_kv"),
-    4: (
-        "num_attention_heads",
-        "n_head",
-        "num_heads",
-        "encoder_attention_heads",
-        "decoder_attention_heads",
-        "num_experts",
-        "num_local_experts",
-        "n_routed_experts",
-    ),
-    2: ("num_key_value_heads", "num_experts_per_tok"),
-}
-_LAYER_COUNTS = (
-    "num_hidden_layers",
-    "n_layer",
-    "num_layers",
-    "num_decoder_layers",
-    "encoder_layers",
-    "decoder_layers",
-)
-_SIZES = {name: limit for limit, names in _LIMITS.items() for name in names}
-_SIZES |= dict.fromkeys(_LAYER_COUNTS, LAYERS)
-"""Upper limit of each size, under the names that the families use."""
+    from transformers import PreTrainedModel
 
 
 def make(
@@ -100,7 +58,9 @@ def make(
             fields = config.to_dict()
             loader = loader_of(fields, modalities_of(fields))
             torch.manual_seed(0)
-            loader.from_config(config, dtype=torch.float32).save_pretrained(folder)
+            made = loader.from_config(config, dtype=torch.float32)
+            _try_pass(made)
+            made.save_pretrained(folder)
         except Exception as error:  # each family reports bad sizes in its own way
             raise ConfigError(
                 f"--dry-run {printable(model)}",
@@ -138,43 +98,23 @@ def import_without_weights(
         return staging.publish()
 
 
+def _try_pass(model: PreTrainedModel) -> None:
+    """Let the model read two tokens, which fails if its sizes do not fit together."""
+    import torch
+
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    with torch.no_grad():
+        if model.config.is_encoder_decoder:
+            model(input_ids=ids, decoder_input_ids=ids)
+        else:
+            model(input_ids=ids)
+
+
 def _copy(names: Iterable[str], source: Path, folder: Path) -> None:
     """Copy the named files that exist."""
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-
-
-def shrink(config: PretrainedConfig) -> None:
-    """Limit every size in the config, and cut its per-layer lists to its number of layers, one of
-    each kind if possible."""
-    fields = config.to_dict()
-    layers = {fields.get(name) for name in _LAYER_COUNTS}
-    for name, value in fields.items():
-        if name in _SIZES and isinstance(value, int):
-            setattr(config, name, min(value, _SIZES[name]))
-        elif isinstance(value, list) and len(value) in layers and name.startswith("layer"):
-            kinds = [kind for number, kind in enumerate(value) if kind not in value[:number]]
-            setattr(config, name, [*kinds, *value][:LAYERS])
-    rope = fields.get("rope_parameters") or {}
-    if "mrope_section" in rope:
-        half = (
-            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        ) // 2
-        config.rope_parameters = {**rope, "mrope_section": [half - half // 3 * 2, *[half // 3] * 2]}
-    keep_layers(config, LAYERS)
-
-
-def keep_layers(config: PretrainedConfig, count: int) -> None:
-    """Drop the config's settings of single layers from number `count` on.
-
-    Gemma 4 has other sizes in some layers, and transformers refuses a config with settings for
-    layers that do not exist.
-    """
-    own_sizes = getattr(vars(config).get("_heterogeneity_spec"), "per_layer_overrides", {})
-    if own_sizes:
-        kept = {layer: sizes for layer, sizes in own_sizes.items() if layer < count}
-        config.per_layer_config = kept or None
 
 
 def _folder_of(model: str, revision: str | None, arguments: dict[str, Any], work: Path) -> Path:

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 import torch
 from prefect.settings import PREFECT_API_URL, temporary_settings
-from transformers import AutoConfig, AutoTokenizer, GPT2Config, Qwen3Config, T5Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    Qwen3Config,
+    T5Config,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from quiver.flows.cli.running import run
 from quiver.flows.dry_run import rehearsal
@@ -93,6 +101,22 @@ def test_a_small_model_has_family_vocabulary_and_tokenizer(tmp_path, config):
     assert (found.num_hidden_layers, found.hidden_size) == (2, 64)
     assert AutoTokenizer.from_pretrained(made).encode("7 plus 5") == tokenizer().encode("7 plus 5")
     assert (made / "model.safetensors").stat().st_size < 2_000_000
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["deepseek_v3", "gemma3n_text", "gptj", "jamba", "kimi_linear", "longcat_flash", "mamba2"],
+)
+def test_a_small_model_of_latent_attention_or_of_several_kinds_of_layers_can_read(tmp_path, family):
+    model, made = tmp_path / "model", tmp_path / "made"
+    make_folder(model)
+    sizes = {"vocab_size": 320, "vocab_size_per_layer_input": 320, "pad_token_id": 0}
+    CONFIG_MAPPING[family](**sizes).save_pretrained(model)
+    made.mkdir()
+    small.make(made, model=str(model))
+    again = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    assert again.num_parameters() < 3_000_000
+    assert again(torch.arange(5)[None]).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "llava", *sight.THREE_AXES])
