@@ -21,7 +21,7 @@ import logging
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -147,6 +147,15 @@ class Listing:
             return min(first_of.get(run_keys.get(number, number), number), number), number
 
         return sorted(numbers, key=place)
+
+    def newest_own(self, numbers: Sequence[int]) -> int:
+        """Return the last of `numbers` that no sweep made; if a sweep made all, the last."""
+        lines, _ = self._lines
+        for number in reversed(numbers):
+            # a torn one has no line, and is not passed over
+            if number not in lines or not is_of_sweep(_parsed(lines[number]).note):
+                return number
+        return numbers[-1]
 
     def summaries(self) -> list[Summary]:
         """Return the summary of every version, rising."""

@@ -426,8 +426,9 @@ class Store:
     def resolve(self, ref: str | Ref, run: str | None = None) -> Ref:
         """Return the reference with its number.
 
-        `latest` is the newest version; a tag stands for the version it points at. A reference to a
-        version that expired or was removed gives its repeat with the same content, if there is one.
+        `latest` is the newest version that no sweep made, or the newest if sweeps made all; a tag
+        stands for the version it points at. A reference to a version that expired or was removed
+        gives its repeat with the same content, if there is one.
 
         Raises:
             LineageError: there is no such version, its data expired, or the tag's version was
@@ -450,10 +451,11 @@ class Store:
                 raise self._nowhere(parsed, "there is no such version")
             return parsed
         if parsed.version == "latest":
-            numbers = self.numbers(parsed.run, parsed.kind)
+            listing = self.listing(parsed.run, parsed.kind)
+            numbers = listing.visible(expired=self.sees_expired)
             if not numbers:
                 raise self._nowhere(parsed, f"run {parsed.run} has no {parsed.kind} yet")
-            return parsed._replace(version=numbers[-1])
+            return parsed._replace(version=listing.newest_own(numbers))
         entry = self._tag(parsed.run, parsed.version).newest()
         if entry is None:
             others = ", ".join(self.tag_names(parsed.run))

@@ -361,6 +361,16 @@ def test_what_another_quiver_wrote_is_not_to_be_deleted(store):
     assert error.next == "read it with the Quiver that wrote it"
 
 
+def test_latest_is_none_that_a_sweep_made_unless_sweeps_made_all(store):
+    """A sweep that is typed again with `rollouts@latest` would learn from what its cells sampled."""
+    of_sweep = "sweep 0123456789ab, cell 1 (0.01)"
+    first = commit(store, note=of_sweep)
+    assert store.resolve("a/logprobs@latest") == first.ref
+    own = commit(store, Settings(seed=1), note="sweep it")
+    commit(store, Settings(seed=2), note=of_sweep)
+    assert store.resolve("a/logprobs@latest") == own.ref
+
+
 def test_latest_never_falls_back_in_silence(store):
     """The next run makes the version again, whether its manifest is torn or a bit of it flips."""
     commit(store)
