@@ -27,6 +27,7 @@ def child(*command: str) -> subprocess.CompletedProcess:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTEST_ADDOPTS": "",  # with the same --basetemp it would empty the folders of this pytest
     }
     return subprocess.run(
         [sys.executable, *command],

@@ -29,7 +29,7 @@ def child(*command: str, **environment: str) -> None:
     subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, **environment},
+        env={**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": "", **environment},
         check=True,
     )
 
