@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 SECONDS = 30.0
-"""Time that a server has to answer. A healthy one on a host whose cores are busy may take 10 s."""
+"""Time that a server has to answer. A healthy one took more than 8 s on a host with busy cores."""
 MOST_BYTES = 64 * 1024
 """Most bytes of a health answer; a server that sends more is not Prefect's."""
 RUNS_AT_ONCE = 200

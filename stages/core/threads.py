@@ -21,6 +21,7 @@ Out = TypeVar("Out")
 
 _PARSER = threading.Lock()
 _MOST_PARSES = 20
+"""Most tries to parse one source."""
 _MOST_TASKS = 1000
 """Most tasks that the inputs are split into: a task costs as much as reading a small file."""
 
