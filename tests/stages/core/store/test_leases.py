@@ -191,7 +191,7 @@ def test_a_renewal_that_comes_late_begins_the_minute_anew(leases, monkeypatch):
     monkeypatch.setattr(module, "_keep_renewed", lambda lease: None)
     lease = leases.take("work")
     now = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=time.sleep)
     monkeypatch.setattr(module, "time", clock)
     watcher = elsewhere(leases)
 
@@ -266,7 +266,7 @@ def test_a_process_of_another_boot_is_neither_dead_nor_alive_here(leases, monkey
     child.join()
     put_lease(leases, boot_id="another", **({} if is_alike else {"pid": child.pid}))
     now = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time)
+    clock = SimpleNamespace(monotonic=lambda: now[0], time=time.time, sleep=time.sleep)
     monkeypatch.setattr(module, "time", clock)
     assert leases.holder("work").owner.boot_id == "another"
     now[0] = module.SECONDS_TO_LIVE + 1
