@@ -329,6 +329,7 @@ def compare(
 
     opened = open_store(store)
     pairs = [find_evaluations(opened, first, other) for other in (second, *(more or []))]
+    pairs = list({(a.ref, b.ref): (a, b) for a, b in pairs}.values())
     if more:
         answer = comparison.compare_each(opened, pairs)
         say(answer, comparison_lines(answer))

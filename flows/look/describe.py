@@ -19,7 +19,7 @@ from quiver.schemas.manifest import Manifest
 from quiver.schemas.metrics import problem, score_numbers
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, Version
-from quiver.stages.core.store.listing import Summary, read_fields
+from quiver.stages.core.store.listing import Summary, is_of_sweep, read_fields
 from quiver.stages.core.threads import map_in_threads
 
 from .comparisons import interval_of
@@ -190,7 +190,8 @@ class Listed(NamedTuple):
 
     version: str
     score: str = ""
-    """Score of an evaluation, newest score of a policy, or mean reward of rewards; else empty."""
+    """Score of an evaluation, newest score of a policy, or mean reward of rewards; else empty.
+    What a sweep measured counts as older than anything else."""
     tags: str = ""
     size: str = ""
     rows: str = ""
@@ -209,14 +210,15 @@ def listed(store: Store, entries: Iterable[tuple[Ref, Summary]]) -> list[Listed]
     tags: dict[str, list[str]] = {}
     for run in {ref.run for ref, _ in entries}:
         tags |= tags_of(store, run)
-    scored = {
-        ref: entry
+    scored = [
+        (ref, entry)
         for ref, entry in entries
         if ref.kind in ("rewards", "evaluations") and not entry.error
-    }
+    ]
+    scored.sort(key=lambda one: (not is_of_sweep(one[1].note), one[1].created))  # a later one wins
     scores: dict[str, str] = {}
-    manifests = map_in_threads(partial(read_fields, store.storage), scored)
-    for (ref, entry), fields in zip(scored.items(), manifests, strict=True):
+    manifests = map_in_threads(partial(read_fields, store.storage), [ref for ref, _ in scored])
+    for (ref, entry), fields in zip(scored, manifests, strict=True):
         metrics = fields.get("metrics") if isinstance(fields, dict) else None
         if problem(ref.kind, metrics):  # `verify` reports it
             continue

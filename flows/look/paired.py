@@ -153,8 +153,8 @@ def _newest_first(store: Store, name: str) -> Iterator[Version]:
     """Yield the evaluations that `name` refers to, at least one. Raises LineageError if there is
     none."""
     if "/" not in name:
-        if numbers := store.numbers(check_name(name, "run"), "evaluations"):
-            yield store.open(f"{name}/evaluations@{numbers[-1]}")
+        if store.numbers(check_name(name, "run"), "evaluations"):
+            yield store.open(f"{name}/evaluations@latest")
             return
         raise _no_evaluation(store, f"run {name}", [name])
     ref = parse(name)

@@ -84,11 +84,12 @@ def evaluate(
     baseline: Version | None = None,
     into: str = "held",
     force: bool = False,
+    note: str = "",
     **config,
 ) -> Version:
     """Run the stage."""
     refs = {"rollouts": scored[0].ref, "rewards": scored[1].ref}
     if baseline:
         refs["baseline"] = baseline.ref
-    options = {"in_process": True, "into": into, "force": force}
+    options = {"in_process": True, "into": into, "force": force, "note": note}
     return store.open(run_stage("evaluate", stage.Config(**config), store, **refs, **options))

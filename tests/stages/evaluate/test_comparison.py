@@ -7,11 +7,13 @@ import pytest
 from typer.main import get_command
 
 from quiver.flows.cli.main import app
+from quiver.flows.look.describe import listed
 from quiver.flows.look.paired import find_evaluations
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import marks
 from quiver.stages.core.store.listing import EXPIRED
+from quiver.stages.core.store.readable import readable_entries
 from quiver.stages.core.store.retention import remove
 from quiver.stages.evaluate.comparison import compare, compare_each
 from quiver.stages.model.checkpoints import model_entry
@@ -142,6 +144,30 @@ def test_compare_through_the_command_line(store, evaluated, capsys):
     assert caught.value.next == "quiver evaluate RECIPE"
     with pytest.raises(ConfigError, match="expected a version of evaluations or policy"):
         command("compare", "first", "first.eval/rollouts@1", *in_store)
+
+
+def test_what_a_sweep_measured_counts_only_if_there_is_nothing_else(store, evaluated, policy):
+    """The newest evaluation of a run, and the score that `quiver ls` shows beside a policy."""
+    of_sweep = {"note": "sweep 0123456789ab, cell 1 (7)"}
+
+    def taken() -> tuple[str, str]:
+        rows = listed(store, readable_entries(store, None)[0])
+        (of_policy,) = [row.score for row in rows if row.version == str(policy.ref)]
+        return str(find_evaluations(store, "first", "first")[0].ref), of_policy
+
+    evaluated("first", {"1+1?": [1.0]}, **of_sweep)
+    assert taken() == ("first/evaluations@1", "1 ± –")
+    evaluated("first", {"1+2?": [0.5]})
+    evaluated("first", {"1+3?": [0.25]}, **of_sweep)
+    assert taken() == ("first/evaluations@2", "0.5 ± –")
+
+
+def test_what_is_named_twice_is_compared_once(store, evaluated, capsys):
+    for run, scores in (("first", BEFORE), ("second", AFTER)):
+        evaluated(run, scores)
+    command("compare", "first", "second", "second/evaluations@1", "--store", store.url)
+    shown = capsys.readouterr().out
+    assert "p (Holm over 1)" in shown and shown.count("second/evaluations@1") == 1
 
 
 def test_an_evaluation_that_is_compared_with_itself_is_told(store, evaluated):
