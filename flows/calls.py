@@ -3,9 +3,9 @@
     with by_hand(recipe):
         prompts = perform("prompt", recipe.prompt_config(1), {"policy": "arith/policy@0"})
 
-`perform` returns the version that answers a call, and logs one line about it. Inside `by_hand`,
-calls run without Prefect; inside `tasks.as_tasks`, each is a task. The block says which run and
-store the versions belong to, and where each stage runs.
+`perform` returns the `Outcome` of a call, and logs one line about it if it has a label. Inside
+`by_hand`, calls run without Prefect; inside `tasks.as_tasks`, each is a task. The block says which
+run and store the versions belong to, and where each stage runs.
 
 In `as_tasks`, a finished version stays finished after its files expire: its manifest is enough. If
 an unfinished stage must read such files, a new version is made by repeating the call this run used.

@@ -164,5 +164,7 @@ def _run_together(call: Call, count: int, on_line: Callable[[str], None]) -> Out
         # They see that the stage is done and clean up. One that still loads an engine does not see
         # it.
         wait(at_work, timeout=_SECONDS_TO_LEAVE)
-    seconds = round(time.monotonic() - started_at, 3)
-    return replace(outcome, cached=False, seconds=seconds)
+    ended = [process for process in processes if process.done() and not process.exception()]
+    if all(process.result().cached for process in ended):  # none of them committed it
+        return outcome
+    return replace(outcome, cached=False, seconds=round(time.monotonic() - started_at, 3))

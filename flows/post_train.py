@@ -22,9 +22,9 @@ rollouts of policy@k-2, one policy old:
                         · sample 2 (policy@0)       · sample 3 (policy@1) · …
 
 The losses correct for this, since each row carries the logprob it was sampled with. Seeds follow
-from the iteration, so contents and lineage do not depend on interruptions. Version numbers do not
-either, since versions of a kind are made one after another. The exception is logprobs with overlap:
-two iterations may make theirs at the same time.
+from the round's number (see `rounds`), so contents and lineage do not depend on interruptions.
+Version numbers do not either, since versions of a kind are made one after another. The exception is
+logprobs with overlap: two iterations may make theirs at the same time.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ class Chain:
     ) -> list[Iteration]:
         """Run the iterations from number `first` to the recipe's last; return them, oldest first.
 
+        A night and the best cells of a sweep begin after the first one.
+
         Args:
             policy: The policy that iteration `first` improves.
             base: The KL term's reference policy if `reference.rule` is "fixed" and names none.
@@ -143,8 +145,8 @@ class Chain:
         earlier: list[Round] = []
         kl_reference = None
         if recipe.optimize.kl_coef > 0:
-            # `share`: weight of the newest policy in the reference; 0 keeps the reference as it is
-            kl_reference = recipe.kl_reference() or (policy if recipe.reference.share else base)
+            moves = recipe.reference.weight_of_newest > 0
+            kl_reference = recipe.kl_reference() or (policy if moves else base)
         rounds = self.sample(policy, first, earlier, prompts, first_round)
         for number in range(first, recipe.iterations + 1):
             starts = [policy, *(iteration.policy for iteration in iterations)]
@@ -159,7 +161,7 @@ class Chain:
                     iteration=number,
                 )
             newest_first = iterations[::-1][: recipe.optimize.replay]
-            earlier += rounds
+            earlier = [*earlier, *rounds]  # a thread may read the old list
             sample_iteration = partial(self.sample, iteration=number + 1, earlier=earlier)
             sampling_ahead = nullcontext()
             if recipe.overlap and not is_last:
@@ -323,6 +325,7 @@ class Chain:
             for sampled in learned:
                 options = self.options("logprobs", sampled.iteration, sampled.number)
                 if sampled.iteration != number:
+                    # not forced: a replayed round belongs to a finished iteration
                     label = f"logprobs of {sampled.iteration}/{recipe.iterations}"
                     options = {"iteration": sampled.iteration, "label": label}
                 inputs = {"rollouts": sampled.rollouts, "policy": policy}
@@ -366,6 +369,7 @@ class Chain:
             return {}
         if recipe.is_measured(iteration):
             return {"generate": recipe.generate_config(0, evaluation=True)}
+        # only the engine counts here, and it is that of every round
         return {} if is_last else {"generate": recipe.generate_config(iteration + 1)}
 
     def options(self, stage: str, iteration: int, round: int | None = None) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Recipe(Config):
     overlap: int = Field(0, ge=0, le=1)
     """1: while an iteration optimizes, the next one samples and scores with the policy that the
     former starts from. From the second iteration on, rollouts are then one policy old, which their
-    saved logprobs correct. 0: one after another; nights always do this."""
+    saved logprobs correct. 0: one after another; `quiver nightly` always does this."""
     report_url: str | None = Field(None, pattern=r"^https?://")
     """URL under which the store's folder is served, so that Prefect's pages can link to the run's
     report. Default: a link for this host."""
@@ -113,13 +113,15 @@ class Recipe(Config):
     placement: Placement = Placement()
     """Work pools, interpreters, time limits, retries, slots, and the resident engine."""
     _looked_up: dict[str, Config] = PrivateAttr(default_factory=dict)
-    """The sections as `resolved` left them, to see if they changed since."""
+    """The sections as `resolved` left them. The same objects are still there if nobody replaced
+    them: `model_copy` keeps what it does not update."""
     _columns: dict[str, list[str]] = PrivateAttr(default_factory=dict)
     """See `columns`."""
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: Any, handler: Any) -> dict[str, Any]:
-        if not flows.has_forms:  # the description is not read then, and takes long
+        # Prefect's form for a flow is made from this; without forms nobody reads it, and it is slow
+        if not flows.has_forms:
             return {"type": "object"}
         return super().__get_pydantic_json_schema__(core_schema, handler)
 
@@ -133,7 +135,7 @@ class Recipe(Config):
                 "train on"
             )
         lora = self.optimize.lora
-        if lora and lora.save == "adapter" and 0 < self.reference.share < 1:
+        if lora and lora.save == "adapter" and 0 < self.reference.weight_of_newest < 1:
             raise ValueError(
                 f"reference.rule {self.reference.rule!r} averages whole weights, and "
                 "optimize.lora.save = 'adapter' saves none: set it to 'merged'"
@@ -153,8 +155,8 @@ class Recipe(Config):
             settings = [f"{name} = {policies}" for name, policies in staleness.items() if policies]
             raise ValueError(
                 f"optimize.max_staleness must be >= {' + '.join(settings)}, got "
-                f"{self.optimize.max_staleness}: earlier rollouts were sampled by policies that "
-                "many iterations older than the one that is trained"
+                f"{self.optimize.max_staleness}: rollouts may come from a policy that is so many "
+                "iterations older"
             )
         least = self.optimize.least_samples
         # A user's own algorithm may compare groups: only its file, which is not read here, knows.
@@ -172,7 +174,7 @@ class Recipe(Config):
     def _can_evaluate(self, info: ValidationInfo) -> Recipe:
         """Check [data.held_out], [evaluate] and [promotion] against each other.
 
-        `load(measures=False)` gives an empty validation context. [evaluate] is not checked against
+        `load(measures=False)` says so in the validation context: [evaluate] is not checked against
         [reward] then, because nothing is measured.
         """
         if self.data.held_out is None:
@@ -185,7 +187,7 @@ class Recipe(Config):
                 "arguments"
             )
         samples = self.generate_config(0, evaluation=True).samples_per_prompt
-        if info.context is None:
+        if info.context is None or info.context["measures"]:
             self.evaluate.check(samples, ["reward", *self.reward.part_names])
         self.promotion.check(self.evaluate.k)
         return self
@@ -216,8 +218,7 @@ class Recipe(Config):
         sections = read_recipe(Path(path))
         for setting in settings:
             put_setting(sections, setting)
-        # `_can_evaluate` checks [evaluate] only without a context
-        return parse(cls, sections, f"recipe {path}", context=None if measures else {})
+        return parse(cls, sections, f"recipe {path}", context={"measures": measures})
 
     @property
     def media(self) -> set[str]:

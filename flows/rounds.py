@@ -178,18 +178,19 @@ def choose_kl_reference(
     Args:
         rule: The recipe's [reference].
         policies: The starting policy of every iteration so far, oldest first.
-        previous: The previous iteration's reference policy; in the first iteration, the first one.
+        previous: The previous iteration's reference policy; in the first iteration, the one that
+            the run begins with.
         options: Label, run and iteration of the stage that mixes the weights.
     """
     num_done = len(policies) - 1
-    # `share` is the weight of the newest policy in the reference; 0 keeps the reference fixed.
-    is_due = rule.share > 0 and num_done > 0 and num_done % rule.iterations == 0
+    weight = rule.weight_of_newest
+    is_due = weight > 0 and num_done > 0 and num_done % rule.iterations == 0
     if not is_due:
         return previous
-    if rule.share == 1:
+    if weight == 1:
         return policies[-1]
     refs = {"reference": previous, "policy": policies[-1]}
-    return perform("average", AverageConfig(rate=rule.share), refs, **options).ref
+    return perform("average", AverageConfig(rate=weight), refs, **options).ref
 
 
 def proximal_config(
@@ -197,9 +198,9 @@ def proximal_config(
 ) -> LogprobsConfig | None:
     """Return the logprobs config for the ratio's denominator, or None if it is not needed.
 
-    It is needed if a clip bound is below `TIGHT_CLIP` or the denominator is the policy at the start
-    of the update (both `optimize.needs_prox`), or if sampling was biased. Old rollouts alone are no
-    reason: they bring the logprobs of their sampler.
+    It is needed if a clip bound is below 0.05 (`TIGHT_CLIP`) or the denominator is the policy at
+    the start of the update (both `optimize.needs_prox`), or if sampling was biased. Old rollouts
+    alone are no reason: they bring the logprobs of their sampler.
 
     Args:
         samplings: The sampling sections of the rollouts to train on.
@@ -209,7 +210,7 @@ def proximal_config(
         return None
     config = logprobs.for_role("prox")
     changes: dict[str, Any] = {"prox_of": optimize.prox_of}
-    if needed and config.precision == "auto":
+    if config.precision == "auto":
         is_stochastic = optimize.precision == "bf16_stochastic"
         changes["precision"] = "bf16_pure" if is_stochastic else optimize.precision
     return config.model_copy(update=changes)

@@ -161,8 +161,8 @@ class Reference(Config):
     itself; 0.1 for `ema`, a moving average."""
 
     @property
-    def share(self) -> float:
-        """Share of the policy in each new reference; 0 if the reference stays."""
+    def weight_of_newest(self) -> float:
+        """Weight of the newest policy in each new reference; 0 if the reference stays."""
         if self.rule == "fixed":
             return 0.0
         return self.rate or {"every": 1.0, "ema": 0.1}[self.rule]

@@ -109,7 +109,7 @@ def cells_of(recipe: Recipe) -> list[Cell]:
             run = f"{recipe.run}-{digest(settings)[:6]}"
             sections = merge(sections, {"run": run, "data": {"held_out": None}})
         # the recipe's own [reward] and [evaluate] judge
-        changed = parse(Recipe, sections, f"sweep cell {number}", context={})
+        changed = parse(Recipe, sections, f"sweep cell {number}", context={"measures": False})
         if recipe.sweep.rollouts and "seed" in grid and changed.optimize.seed is not None:
             raise ConfigError(
                 "optimize.seed",

@@ -3,10 +3,10 @@
 | column | type | meaning |
 |---|---|---|
 | rollout_id, group_id | string | joined by id, never by position |
-| reward | float32, null | weighted, clipped sum; null: something failed, or no part gave a number |
-| parts | struct<float32, null> | one field per scorer, before its weight; null = none |
+| reward | float32, null | weighted, clipped sum, and overlong penalty; null: failed, or no number |
+| parts | struct<float32, null> | a field per scorer, before its weight, and the penalty; or null |
 | errors | struct<string, null> | one field per scorer: why it failed; null = it did not |
-| extra | struct<string, null> | JSON text of what a function returned beside the number |
+| extra | struct<string, null> | only if a scorer gives more than the number: that, as JSON text |
 
     {"rollout_id": "4be1c0de-sum-0017-2", "group_id": "sum-0017", "reward": 1.2,
      "parts": {"accuracy": 1.0, "format": 1.0}, "errors": {"accuracy": null, "format": null}}

@@ -61,7 +61,7 @@ class Shards:
         num_rows = sum(len(self._range_of(index)) for index in unfinished)
         started_at = time.monotonic()
         logged_at = started_at
-        while self.handout.more():
+        while self.handout.wait_for_work():
             if not requests.open_shard():
                 continue
             while not requests.is_done():

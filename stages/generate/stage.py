@@ -4,10 +4,10 @@ The logprob is in column `old_logprobs`, in the distribution that the id was dra
 
 Finished shards are kept: a restart makes only the others, with the same rollout ids, seeds and
 rows. A rollout's seed is a hash of the recipe's seed, the round, its group and its number in the
-group (`rows.py`). The engine loads the policy's folder in the engine's own dtype (`config.dtype`),
-after its files' hashes were compared with the manifest's. Refused: prompts with ids that the policy
-does not have, prompts that leave no room for max_tokens (`overlong = "drop"` counts and lists them
-instead; nothing is ever cut), and malformed answers of an engine.
+group (`rows.py`). The engine loads the policy's folder in `config.dtype`, whatever dtype the files
+have, after their hashes were compared with the manifest's. Refused: prompts with ids that the
+policy does not have, prompts that leave no room for max_tokens (`overlong = "drop"` counts and
+lists them instead; nothing is ever cut), and malformed answers of an engine.
 
     run_stage("generate", Config(samples_per_prompt=8), store, prompts="arith/prompts@1",
         policy="arith/policy@0")
@@ -92,7 +92,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     if not len(rows):
         for index in shards.handout:
             writer.write(index, rows.empty_table())
-    elif shards.handout.more():
+    elif shards.handout.wait_for_work():
         warn_of_ends(plan, policy)
         setup = engine_setup(config, policy, longest, most_media(config, prompts))
         options = engine_options(config.engine, config.options)

@@ -3,8 +3,8 @@
 A policy version (a checkpoint) is a Hugging Face model directory that vLLM and transformers load
 directly. What is not the model itself is in folders, because vLLM reads every *.safetensors at the
 top: `optimizer/` (its state), `adapter/` (LoRA), `value_head/` or `critic/` (the critic). If so
-configured, there are no weights at the top: the model is then the adapter on its base, another
-policy version (see `loading`). Pickled weights and code inside a model are refused.
+configured, there are no weights at the top: they are then those of another version, the base, plus
+the adapter (see `loading`). Pickled weights and code inside a model are refused.
 
     ref = run_stage("policy", {"model": "path/to/model"}, store, into="arith")     # arith/policy@0
     tokenizer = load_tokenizer(store.open(ref))
@@ -55,8 +55,8 @@ ADAPTER_WEIGHTS = f"{ADAPTER_FOLDER}/adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."
 """Prefix of every tensor name in a file that peft writes."""
 FILE_BYTES = 4 * 10**9
-"""Largest size of a file of tensors, unless a single tensor is larger. Limits memory: several files
-are hashed at once, and they are held in memory one after another."""
+"""Largest size of a file of tensors, unless a single tensor is larger. Small enough that a writer
+need not hold much at a time, and that several files are hashed in parallel."""
 _TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _TOKENIZER_FILES = (
     "added_tokens.json",

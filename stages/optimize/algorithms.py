@@ -49,10 +49,10 @@ class Algorithm:
     advantage."""
     advantage_of: Literal["rollouts", "turns", "tokens"] = "rollouts"
     """Unit that has its own advantage. turns, for `optimize.credit = "turn"`: `advantage` is
-    (rewards [T], offsets [B+1], groups [B]) -> advantages [T]. tokens: (rewards [N], offsets [B+1])
-    -> advantages [N]; it also gets `groups` [B], `gamma` and `gae_lambda` if it has arguments of
-    these names, and what it `needs`. Advantages of tokens are then whitened over the batch, unless
-    the function takes `groups`."""
+    (rewards [T], offsets [B+1], groups [B]) -> advantages [T], with T turns of all rollouts.
+    tokens: (rewards [N], offsets [B+1]) -> advantages [N]; it also gets `groups` [B], `gamma` and
+    `gae_lambda` if it has arguments of these names, and what it `needs`. Advantages of tokens are
+    then whitened over the batch, unless the function takes `groups`."""
     needs: tuple[str, ...] = ()
     """Arguments of a per-token `advantage` that one pass before the first step provides: `logprobs`
     [N]; `collisions` [N], Σ p² over the vocabulary; `values` [N], from a value head that is trained

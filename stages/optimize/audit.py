@@ -89,9 +89,8 @@ def _compare(
 
     `judged` names the number that must be within `audit.max_mean_gap`. It is `mean_gap`. If
     sampling was truncated, it is `mean_excess`, since truncation raises the remaining tokens'
-    probability. Under penalties it is −`kl_k1`, the mean of the trainer's
-    logprob less the engine's: it estimates −KL, so it is not above 0 with the right weights. Raises
-    NumericError if it is not within.
+    probability. Under penalties it is −`kl_k1`, the mean of trainer − old. It estimates −KL, which
+    is at most 0 with the right weights. Raises NumericError if it is not within.
     """
     limit = objective.config.audit.max_mean_gap
     unbiased_rows = [row for row in rows if not batch.origins[row].biases]

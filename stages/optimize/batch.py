@@ -50,34 +50,34 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """The K rollouts that take part, with N completion tokens."""
+    """The B rollouts that take part, with N completion tokens."""
 
     sequences: Sequences
     groups: list[int]
-    """[K] rollouts of one prompt have one number."""
+    """[B] rollouts of one prompt have one number."""
     prompt_numbers: list[int]
-    """[K] rollouts with the same number have the same prompt ids, so they can share them."""
+    """[B] rollouts with the same number have the same prompt ids, so they can share them."""
     advantages: Tensor
-    """[K] float32; [N] for advantages of turns or tokens. Those of tokens are NaN until `prepare`
+    """[B] float32; [N] for advantages of turns or tokens. Those of tokens are NaN until `prepare`
     has computed them."""
     old_logprobs: Tensor
     """[N] float32"""
     prox_logprobs: Tensor | None
     ref_logprobs: Tensor | None
     masked: Tensor
-    """[K] bool: counts in the denominators as a rollout, but has no loss."""
+    """[B] bool: counts in the denominators as a rollout, but has no loss."""
     origins: Sequence[Origin] = ()
-    """[K] how each rollout was sampled. The audit reads them."""
+    """[B] how each rollout was sampled. The audit reads them."""
     max_completion_tokens: int | None = None
     """Token limit of generation, for aggregation `constant`."""
     rewards: Tensor | None = None
-    """[K] float32, for a critic and other per-token advantages, and for the NLL term."""
+    """[B] float32, for a critic and other per-token advantages, and for the NLL term."""
     turn_rewards: Ragged | None = None
-    """[K rows] float32: one for each turn, if credit is per turn."""
+    """[B rows] float32: one for each turn, if credit is per turn."""
     reward_scale: float = 1.0
     """Factor of the critic's rewards; see terms.py."""
     cut: Tensor | None = None
-    """[K] bool: ended by `length`, for a critic."""
+    """[B] bool: ended by `length`, for a critic."""
     old_values: Tensor | None = None
     """[N] float32, once a critic has computed them."""
     returns: Tensor | None = None

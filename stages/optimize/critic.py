@@ -49,7 +49,7 @@ from .losses import log_ratio
 
 
 def with_next_state(sequences: Sequences, cut: Tensor) -> tuple[Sequences, Tensor]:
-    """Add one id after each rollout of `cut` [K] bool, so that a pass also gives the value after
+    """Add one id after each rollout of `cut` [B] bool, so that a pass also gives the value after
     its last token.
 
     Returns the longer rollouts, and [N'] bool: which of their tokens were sampled. The added id is

@@ -5,6 +5,18 @@ The weights of the tokens are computed for the whole step, so the sums over its 
 any ranks, are the step's. Only an algorithm and a config are known here: no models, ranks or store.
 The config's options override the algorithm's defaults.
 
+Legend: B rollouts with N completion tokens are learned from; a micro-batch has b of them, with n
+tokens. Of the B rollouts
+
+    members    belong to the step
+    masked     were cut off and have no loss, but count in the denominators, as rollouts without
+               tokens (`mask_counted`)
+    idle       have advantage 0, and nothing else of the loss trains them: they are not passed
+               through the model, and count in the denominators
+    active     all others: passed through the model
+
+Dropped rollouts, such as those without a reward, are not among the B.
+
     objective = Objective(config, find_algorithm("grpo"))
     columns = batch.token_columns(layout.rows)
     whole_step = StepColumns(objective.weights(batch, members))
@@ -66,11 +78,7 @@ class Objective:
 
     def weights(self, batch: Batch, members: list[int]) -> Tensor:
         """Return [N] float64: the weight of each token in the step of rollouts `members`; 0 for the
-        tokens of other rollouts.
-
-        In the denominators idle rollouts count like others, masked ones (`mask_counted`) as
-        rollouts without tokens. Dropped ones are not in the batch.
-        """
+        tokens of other rollouts."""
         lengths, places = batch.counted_tokens(members)
         weights = torch.zeros(len(batch.old_logprobs), dtype=torch.float64)
         groups = torch.tensor(batch.groups, dtype=torch.int64)[members]

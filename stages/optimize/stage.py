@@ -1,11 +1,12 @@
 """optimize: train a checkpoint on saved rollouts and their rewards, and write the next one.
 
-It reads versions of the store, nothing else: no engine, no tokenizer. Several versions of rollouts
+It reads versions of the store, and of other places only `critic_from` and a user's algorithm: no
+engine, no tokenizer. Several versions of rollouts
 may be given (replay), each with its own rewards and logprobs. Each version may be sampled by a
 policy at most `max_staleness` older than the one that is trained.
 
-Refused: rollouts of another policy, rewards or logprobs that do not name exactly these rollouts,
-greedy rows, truncated sampling (unless `allow_biased_sampling`, with proximal logprobs), a KL term
+Refused: rollouts of any other policy, rewards or logprobs that do not name exactly these rollouts,
+greedy rows, biased sampling (unless `allow_biased_sampling`, with proximal logprobs), a KL term
 without reference logprobs, and logprobs that the trainer cannot reproduce (the audit).
 
 It writes three versions under one run key: advantages, updates and, last, the policy with its

@@ -98,7 +98,7 @@ def nll_weights(config: Config, batch: Batch, members: list[int]) -> Tensor | No
     loss. Rollouts that are masked have no loss here either.
 
     Args:
-        batch: with rewards [K].
+        batch: with rewards [B].
         members: rollouts of the step.
     Returns:
         [N] float64.

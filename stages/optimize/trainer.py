@@ -163,7 +163,7 @@ class Trainer(SavedState):
         """How often memory ran out and halved the budget."""
         if self.recomputes:
             for trunk in filter(None, (self.model, value_trunk)):
-                trunk.train()  # transformers checkpoints only in train mode; every dropout is 0
+                trunk.train()  # transformers recomputes in train mode alone; every dropout is 0
                 trunk.gradient_checkpointing_enable({"use_reentrant": False})
         self.mode = config.packing
         if self.batch.groups:

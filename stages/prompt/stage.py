@@ -4,7 +4,8 @@ Refused: rows without a prompt, duplicate group ids, ids outside the vocabulary,
 leave no room for the completion (`overlong = "drop"` drops and counts them instead; no prompt is
 ever shortened). A row's text never becomes a control token of the template: it is split into other
 tokens, or refused if that does not help. Every column of the source is kept in `columns`. The
-weights do not matter here: the next policy with the same tokenizer reuses the finished prompts.
+weights do not matter here: other policies with the same tokenizer reuse the prompts of a round, or
+of all rounds without `limit`.
 
     config = resolve(Config(source="sums.jsonl", prompt="question"))    # reads it, once
     ref = run_stage("prompt", config, store, policy="arith/policy@0")

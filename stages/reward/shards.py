@@ -97,7 +97,7 @@ class Shards:
                 columns += {*media.OFFERED} & {*self._prompts.column_names}
                 for scorer in self._scorers:
                     scorer.require(columns)
-            while self._handout.more():
+            while self._handout.wait_for_work():
                 for index, parts in score_all(self._scorers, self._batches(), self._allowance):
                     self._write(index, parts)
             self._count_failures()

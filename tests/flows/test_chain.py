@@ -13,7 +13,8 @@ from quiver.flows.post_train import Chain
 from quiver.flows.preflight import finished, preflight
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
-from quiver.flows.sections import Reference
+from quiver.flows.rounds import proximal_config
+from quiver.flows.sections import Logprobs, Optimize, Reference
 from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import parse
@@ -289,7 +290,22 @@ def test_a_critic_starts_from_a_classifier_and_is_then_the_runs_own(store):
     ],
 )
 def test_the_share_that_a_reference_takes_by_default(fields, share):
-    assert Reference(**fields).share == share
+    assert Reference(**fields).weight_of_newest == share
+
+
+@pytest.mark.parametrize(
+    ("training", "own", "precision"),
+    [
+        ("fp32", "auto", "fp32"),
+        ("bf16_stochastic", "auto", "bf16_pure"),
+        ("fp32", "bf16", "bf16"),
+    ],
+)
+def test_proximal_logprobs_have_the_trainers_precision(training, own, precision):
+    """Also if the loss does not need them and the recipe asks for them."""
+    logprobs = Logprobs(prox=True, precision=own)
+    config = proximal_config(Optimize(precision=training), logprobs, ())
+    assert config.precision == precision
 
 
 def test_a_fork_holds_on_to_the_first_policy_of_its_line(store, plain):

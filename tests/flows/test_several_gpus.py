@@ -102,6 +102,7 @@ def test_two_processes_on_devices_of_their_own_make_what_one_makes(place, bare, 
     lines = []
     outcome = run_at(call(place), on_line=lines.append)
     assert (outcome.ref, outcome.cached, outcome.rows) == ("tiny/rollouts@1", False, 84)
+    assert run_at(call(place)).cached, "no process of a call that comes too late commits it"
     assert sorted(each["devices"] for each in engines(place)) == ["0", "1"]
     require_gone(place)
     store = Store(place / "store")

@@ -121,7 +121,8 @@ class Outcome:
     """The result of a call. `rows` and `metrics` are the manifest's.
 
     `cached` is true if this call did not commit the version; then `seconds` are the manifest's.
-    Otherwise they are the time that the call took.
+    Otherwise they are the time that the call took. A call in a pool counts as not cached, because
+    its workers do whatever is left to do.
     """
 
     ref: str

@@ -4,8 +4,8 @@ This module decides whether to force, share, resume, or answer "already done". A
 found in this process within milliseconds. Otherwise the stage runs in a child process, so that its
 memory and device are free when it ends; it ends with its caller. Another process may finish the
 same work meanwhile. So the version is looked for three more times: when the child begins, once it
-holds the lease, and right before the commit. In a flow, a call that another process is at waits for
-that one's version.
+holds the lease, and right before the commit. If another process is at the same work, `run_stage`
+raises BusyError; in a flow, the call waits for that process's version (`tasks`).
 
 With `placement.resident_engine` the child of generate stays resident: it waits for the next call
 with its engine asleep, and keeps some memory. If it died meanwhile, or fails, that call runs in a
@@ -173,7 +173,9 @@ def run_call(
     require_version(python, answer.pop("quiver", None), quiver_version())
     if "error" in answer:
         raise from_dict(answer["error"])
-    return Outcome(**{**answer, "seconds": round(time.monotonic() - started_at, 3)})
+    outcome = Outcome(**answer)
+    seconds = round(time.monotonic() - started_at, 3)
+    return outcome if outcome.cached else replace(outcome, seconds=seconds)
 
 
 def run_stage(

@@ -6,17 +6,18 @@ A stage is a module with
     plan(config, store, refs, into) -> Plan     the versions it would make, and their run key
     make(plan, writers)                         the work: writes shards and metrics
 
-`plan` imports no torch and starts no process. Once a config is resolved, it uses no network, reads
-no data source and runs no user code. A stage knows nothing of leases or Prefect: `runner` finds
-finished versions, holds the lease, and publishes the result. Two stages ask something about their
-process: optimize, which rank it is (RANKS), and generate, whether it may stay resident
-(`stage_process`). Asking a writer for a shard may raise CommittedByOther, if another process has
-finished the version; `make` must not catch it.
+`plan` imports no torch and starts no process. Once a config is resolved, it reads no data source
+and runs no user code, and uses no network but the store's. A stage knows nothing of leases or
+Prefect: `runner` finds finished versions, holds the lease, and publishes the result. Two stages ask
+something about their process: optimize, which rank it is (RANKS), and generate, whether it may stay
+resident (`stage_process`). Asking a writer for a shard may raise CommittedByOther, if another
+process has finished the version; `make` must not catch it.
 
 A plan's `inputs` are the versions that the run key counts with their whole content. Its `models`
-are manifest entries of the policies and reward models that compute: the run key counts only their
-hashes of weights, tokenizer, template and image processor, and a stage may blank one (prompt: the
-weights). Optimize's policy is in both, since training also continues from its optimizer state.
+are manifest entries of the policies and reward models that compute, or whose numbers are read: the
+run key counts only their hashes of weights, tokenizer, template and image processor, and a stage
+may blank one (prompt: the weights). Optimize's policy is in both, since training also continues
+from its optimizer state.
 
 A stage may also have
 
@@ -28,9 +29,9 @@ A stage may also have
     SHARED = True                               equal calls may divide its shards among them
     RANKS = True                                the ranks of torch.distributed do one call together
 
-These are looked up with `getattr`. `plan` resolves an unresolved config itself. A stage without
-`resolve` hashes the code and the reward models that its config names in each `plan` (reward:
-`with_fingerprints`), so that a function edited during a run makes a new version. Processes that
+These are looked up with `getattr`. `plan` resolves an unresolved config itself. Prompt and reward
+hash the code that their configs name in each `plan`, and reward its models too
+(`with_fingerprints`), so that a function edited during a run makes a new version. Processes that
 share (SHARED) all have writers, and one of them publishes. Of ranks (RANKS) only rank 0 has
 writers.
 
@@ -44,7 +45,8 @@ To add a stage, write
     stages/NAME/stage.py                the module, and its row of MODULES in stages/__init__.py
     schemas/KIND.py, schemas/refs.py    for each new kind a schema, and its entry of KINDS
     flows/recipe.py                     its section, and a method that makes its Config
-    flows/sections.py                   its name in StageName, and its pool's key in Placement
+    flows/sections.py                   its pool's key in Placement; its name in StageName, unless
+                                        it is in CHAIN
     flows/post_train.py                 its call by `perform`; in CHAIN if `--from` accepts it
 """
 

@@ -17,8 +17,8 @@ process may take it, if one of these is true of its holder:
     it did not renew the lease for a minute, by the waiting process's clock
     its process is seen to be stopped, and its last renewal is more than a minute ago
 
-A holder loses the lease only when another process takes it. It then sees a higher number, and
-stops. That saves work; what keeps a commit safe is written in `writer`.
+A holder loses the lease only when another process takes it, and notices when it commits or fails:
+it then sees a higher number. So leases save work; what keeps a commit safe is written in `writer`.
 
     leases = Leases(storage, "arith/rollouts/.work/KEY.0.leases")
     lease = leases.take("commit")        # None if another process holds it
@@ -140,7 +140,8 @@ class Lease:
         raw = link.encode()
         if self._stamp is not None:
             self._stamp = self._storage.put(self._key, raw, self._stamp, durable=False)
-        if self._stamp is None and self.is_held():  # chown changes the stamp, too
+        # the stamp may differ though nobody took the lease: chown changes it, too
+        if self._stamp is None and self.is_held():
             self._stamp = self._storage.put(self._key, raw, durable=False)
         return self._stamp is not None
 
@@ -236,7 +237,7 @@ class Leases:
         """
         top = self.top(name)
         if top is not None and not from_living and not self._is_free(name, top):
-            self.seconds_seen(name)
+            self.seconds_seen(name)  # notes when this holder was first seen
             return None
         number = top.number + 1 if top else 1
         link = Link(number, Owner.this_process(), uuid.uuid4().hex, time.time())

@@ -148,7 +148,7 @@ class Listing:
 
         return sorted(numbers, key=place)
 
-    def newest_own(self, numbers: Sequence[int]) -> int:
+    def newest_not_of_sweep(self, numbers: Sequence[int]) -> int:
         """Return the last of `numbers` that no sweep made; if a sweep made all, the last."""
         lines, _ = self._lines
         for number in reversed(numbers):

@@ -51,8 +51,12 @@ class Plan:
 
     @cached_property
     def run_key(self) -> str:
-        """Hash of everything that decides the result: the stage and its version, the config without
-        runtime knobs, and the content of inputs and models.
+        """Hash of everything that decides the result: the stage and its version, the config, and
+        the content of inputs and models.
+
+        `config.key()` leaves out the fields that are annotated `Runtime[…]`: those change speed,
+        memory or place, and not the result. A content hash covers the schema, and each file's name,
+        hash and rows.
         """
         hashes = {role: version.manifest.content_hash for role, version in self.inputs.items()}
         models = {model.role: model.hashes for model in self.models}

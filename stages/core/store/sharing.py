@@ -62,7 +62,7 @@ class SoleShards:
         """Return the unfinished shards, rising."""
         return list(self._unfinished)
 
-    def more(self) -> bool:
+    def wait_for_work(self) -> bool:
         """Return True if a shard is left to take."""
         return bool(self._untaken)
 
@@ -128,15 +128,15 @@ class SharedShards:
         self._count = count
 
     def __iter__(self) -> Iterator[int]:
-        while self.more():
+        while self.wait_for_work():
             yield from iter(self.take, None)
 
     def unfinished(self) -> list[int]:
         """Return the shards that no process has finished, rising."""
         return sorted(set(range(self._count)) - set(self._writer.noted()))
 
-    def more(self) -> bool:
-        """Wait until a shard can be taken.
+    def wait_for_work(self) -> bool:
+        """Wait until a shard can be taken, or until all are finished and the commit lease is taken.
 
         Returns:
             False if all shards are finished and whole, and this process is the one to commit.
@@ -168,7 +168,7 @@ class SharedShards:
         lease = self._leases.take(_COMMIT)
         if lease is None:
             return False
-        self._writer.take_up()  # another process may have died while it committed
+        self._writer.recover_shards()  # another process may have died while it committed
         whole = map_in_threads(self._writer.is_finished, range(self._count))
         damaged = [index for index, is_whole in enumerate(whole) if not is_whole]
         for index in damaged:
@@ -219,10 +219,9 @@ class SharedShards:
         A process that holds no shard also takes the shard that another has held longest, if that
         exceeds its patience. Returns None if no shard can be leased.
         """
-        # `rank` is this process's place among the sorted names, not a rank of torch.distributed
         others = self._other_workers()
-        rank = sum(worker < self._worker for worker in others)
-        start = rank * self._count // (len(others) + 1)
+        place = sum(worker < self._worker for worker in others)  # among the sorted names
+        start = place * self._count // (len(others) + 1)
         for index in [*filter(lambda index: index >= start, indices), *indices]:
             lease = self._leases.take(_shard(index))
             if lease is not None:

@@ -134,9 +134,8 @@ class Storage(Protocol):
         manifest, if it is absent.
 
         Args:
-            work: prefix in `data_folder`: `KEY.0`, of run key and attempt; a policy's is
-                `KEY.0.WORKER` (see `writer`).
-            worker: names this process.
+            work: prefix of the unfinished work in `data_folder`, listed at the top of `writer`.
+            worker: name of this process.
             sizes: bytes of the files that it must have, by name.
 
         Returns:

@@ -178,8 +178,8 @@ class Version:
         checked it, and the file looks unchanged since.
 
         Args:
-            names: files, or, if they end in a slash, all files below them. None: all files except
-                optimizer state that expired before the version; all bytes are read.
+            names: files, or, if they end in a slash, all files below them. Without names, all
+                bytes of all files are read; optimizer state that expired alone is left out.
 
         Raises:
             CorruptError: a file is missing or differs from what was written.
@@ -196,13 +196,14 @@ class Version:
             entry for entry in unchecked if entry.name.startswith(f"{OPTIMIZER_FOLDER}/")
         ]
         if unchecked:
-            # one file stands for all: a mark covers all optimizer state, or none of it
-            first = (of_optimizer or unchecked)[0]
+            # a mark covers all optimizer state or none of it, so one file of it stands for all
+            asked_about = (of_optimizer or unchecked)[0]
             try:
-                self.require(first.name)
+                self.require(asked_about.name)
             except LineageError:
                 if names or self.mark:
                     raise
+                # the optimizer state alone expired, and it was not asked for by name
                 unchecked = [entry for entry in unchecked if entry not in of_optimizer]
         self._verify_files(unchecked, remembered=bool(names))
 
@@ -440,10 +441,10 @@ class Store:
             if error is None and not self.sees_expired and self._expired(parsed):
                 error = marks.gone_error(self.storage, parsed, [EXPIRED])
             if error is not None:
-                twin = self._twin(parsed)
-                if twin is None:
+                repeat = self._repeat_of(parsed)
+                if repeat is None:
                     raise error
-                return twin
+                return repeat
             if (
                 not self.has_manifest(parsed)
                 and parsed.version not in self.listing(parsed.run, parsed.kind).numbers
@@ -455,7 +456,7 @@ class Store:
             numbers = listing.visible(expired=self.sees_expired)
             if not numbers:
                 raise self._nowhere(parsed, f"run {parsed.run} has no {parsed.kind} yet")
-            return parsed._replace(version=listing.newest_own(numbers))
+            return parsed._replace(version=listing.newest_not_of_sweep(numbers))
         entry = self._tag(parsed.run, parsed.version).newest()
         if entry is None:
             others = ", ".join(self.tag_names(parsed.run))
@@ -481,7 +482,7 @@ class Store:
             return None
         return mark
 
-    def _twin(self, ref: Ref) -> Ref | None:
+    def _repeat_of(self, ref: Ref) -> Ref | None:
         """Return the version that the same work made again, with the same content, after this one
         expired or was removed. None if there is none."""
         try:
@@ -514,8 +515,9 @@ class Store:
     ) -> Version | None:
         """Return the newest version with this run key, or None.
 
-        An expired version is returned only if there is no other, and never a removed one. A version
-        with a torn manifest is skipped with a warning.
+        A removed version is never returned, and an expired one only by a store with
+        `sees_expired`, if there is no other. A version with a torn manifest is skipped with a
+        warning.
 
         Args:
             skip: ignore this many versions with this run key, the oldest ones.
@@ -543,7 +545,8 @@ class Store:
         return Version(ref, self.storage, self._expired(ref))
 
     def exists(self, ref: Ref) -> bool:
-        """Return True if the version is visible, torn or whole. Raises CorruptError."""
+        """Return True if the version, or its repeat, is visible, torn or whole. Raises
+        CorruptError."""
         try:
             self.resolve(ref)
         except LineageError:

@@ -31,7 +31,10 @@ The commit: shards are read back and compared with their notes. Then the process
 under the next number (4), which fails if the number is taken; then it starts again at (1). So a
 version appears once: a process that publishes number N has seen every version below N, and of two
 that try N, one fails and looks again. A process that slept, and lost its lease meanwhile, finds the
-version in (2), or that its lease is gone in (3). Leases only save work.
+version in (2), or that its lease is gone in (3).
+
+(1), (2) and (4) alone make a version unique. (3) ends a process early whose files the next holder
+is about to take back, and leaves the commit to that one. Otherwise leases only save work.
 """
 
 from __future__ import annotations
@@ -85,8 +88,8 @@ from .versions import Version, schema_module
 ROWS_PER_SHARD = 256
 """Least rows per shard for work that is saved as it goes (`shard_rows`). A crash costs a process
 its unfinished shards: usually one; in generate about two, or more if its engine decodes more rows
-at once. Rows with pictures, and episodes, keep this number, since those of a shard are in memory.
-"""
+at once. Shards of rows with pictures, and of sampled episodes, never grow, since a shard's rows are
+in memory together."""
 ROWS_AT_ONCE = 2048
 """Least rows per shard when the whole table is in memory. It is larger, because each shard costs
 two flushes: of its file, and of its note."""
@@ -191,7 +194,7 @@ class Writer:
         # notes first: no note may exist without its shard
         self._storage.delete(*(f"{place}/{name}/" for name in reversed(names)))
 
-    def take_up(self) -> None:
+    def recover_shards(self) -> None:
         """Take back the shards that a dead or sleeping process left while it published them.
         Only the holder of the lease may call it."""
         self._storage.reclaim(self.work)
@@ -202,8 +205,8 @@ class Writer:
             return True
         store = self._plan.store
         listing = listing or store.listing(self.run, self.kind)
-        # No version had this key when the work began (attempt 0), and none was added since: then no
-        # manifest needs to be read.
+        # Search only if there may be one: some had this key when the work began (attempt > 0), or
+        # the listing has grown since.
         if self.attempt or listing.given != self._before.given:
             self.committed = store.find(
                 self.run, self.kind, self.run_key, skip=self._skip, listing=listing
@@ -477,8 +480,8 @@ class Writer:
                 # that shared the work may have published these very files while this one slept,
                 # and that version may have been removed since. A second version must not name
                 # files that gc is about to delete.
-                is_new = listing.given != self._before.given
-                for same in listing.find(self.run_key) if is_new else ():
+                has_grown = listing.given != self._before.given
+                for same in listing.find(self.run_key) if has_grown else ():
                     ref = Ref(self.run, self.kind, same)
                     if Version(ref, self._storage).prefix == self._files:
                         raise taken_over(self._name)
@@ -573,7 +576,7 @@ class Staging:
                 if self._force or self.last.kind == "policy":
                     writer.discard()
                 else:
-                    writer.take_up()
+                    writer.recover_shards()
             if self._force:
                 self.plan.store.storage.delete(f"{self.last.work}.resume/")
             self._prepare()

@@ -179,7 +179,7 @@ def attend_block(
     if scoring.softcap is not None or (queries.device.type == "cpu" and is_short):
         return attend_by_products(queries, keys, values, block, scoring)[..., :width]
     mask = None
-    if scoring.window is not None or scoring.sinks is not None or not block.causal:
+    if scoring.window is not None or scoring.sinks is not None or not block.has_no_prefix:
         mask = block.mask(scoring, queries.dtype)
     # of a GPU's fused kernels only flash attention takes fewer key heads than query heads, and it
     # takes neither a mask nor float32
@@ -211,7 +211,7 @@ def attend_by_products(
     time meet the keys up to their own.
     """
     mask = block.mask(scoring, queries.dtype)
-    if not block.causal or scoring.sinks is not None:
+    if not block.has_no_prefix or scoring.sinks is not None:
         first_hidden = 0 if scoring.window is not None else int(block.prefix_lengths.min())
         return _Products.apply(queries, keys, values, mask[..., first_hidden:], scoring)
     outputs = []

@@ -135,9 +135,9 @@ class Block:
     keys: Tensor
     prefix_lengths: Tensor
     """[n]"""
-    causal: bool
-    """True if no span has a prefix: queries and keys are the same tokens, so a plain causal mask is
-    enough. False: a token still sees no later token, but `mask` must show it the prefix."""
+    has_no_prefix: bool
+    """If true, queries and keys are the same tokens, so a plain causal mask is enough. Otherwise
+    `mask` must show each span its prefix."""
     _masks: dict = field(default_factory=dict, init=False, compare=False)
 
     def mask(self, scoring: Scoring, dtype: torch.dtype) -> Tensor:
@@ -198,9 +198,9 @@ class Runs:
     """All spans in the strip's order, for a kernel that takes sequences of any lengths."""
 
     calls: tuple[Stretches, ...]
-    """Each span with its own keys; then, if there are prefixes, the keys of each with all spans
-    that follow it. Empty if spans that share a prefix are not neighbours in the strip: then
-    `copied` is taken."""
+    """One call for each span with its own keys; if there are prefixes, a second one for each
+    prefix's keys with the queries of the spans that continue it. Empty if spans that share a prefix
+    are not neighbours in the strip: then `copied` is taken."""
     copied: Stretches
     """Each span with the keys of its prefix and its own, which are copied: its keys are tokens of
     `keys`."""
@@ -373,15 +373,15 @@ def make_blocks(spans: Spans) -> Blocks:
         prefix_lengths = spans.prefix_lengths[members]
         queries = _indices(starts, spans.lengths[members])
         keys = queries
-        causal = not prefix_lengths.any()
-        if not causal:
+        has_no_prefix = not prefix_lengths.any()
+        if not has_no_prefix:
             # the first `prefix_lengths` columns are overwritten below
             keys = _indices(starts - prefix_lengths, spans.key_counts[members])
             column = np.arange(prefix_lengths.max())
             prefix = spans.prefix_starts[members, None] + column
             np.copyto(keys[:, : len(column)], prefix, where=column < prefix_lengths[:, None])
         tensors = map(torch.from_numpy, (queries, keys, prefix_lengths))
-        blocks.append(Block(*tensors, causal))
+        blocks.append(Block(*tensors, has_no_prefix))
         shifts[members] = num_queries + np.arange(len(members)) * queries.shape[1] - starts
         num_queries += queries.size
     gather = np.arange(spans.lengths.sum()) + np.repeat(shifts, spans.lengths)

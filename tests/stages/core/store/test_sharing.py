@@ -74,7 +74,7 @@ def test_the_shard_that_was_seen_held_first_is_done_again_first(store):
         quick.commit()
         slow.write(taken[0], table(2 * taken[0]))
         with pytest.raises(CommittedByOther):
-            slow.shards_of(3).more()
+            slow.shards_of(3).wait_for_work()
     require_one(store)
 
 
@@ -99,7 +99,7 @@ def test_the_first_of_two_shards_stays(store):
         assert slow.shards_of(1).take() == 0 and quick.shards_of(1).take() == 0
         quick.write(0, table(0))
         slow.write(0, table(50))
-        assert not quick.shards.more()
+        assert not quick.shards.wait_for_work()
         assert quick.commit().table()["rollout_id"].to_pylist() == ["r0", "r1"]
     require_one(store)
 
@@ -143,7 +143,7 @@ def test_of_two_commits_at_once_one_wins(store, ending):
 
     def commit_too():
         one.shards.commit_lease.release()
-        assert not two.shards.more()
+        assert not two.shards.wait_for_work()
         two.commit()
 
     with work_on(store, patience=0.0) as two, work_on(store, patience=0.0) as one:
@@ -175,7 +175,7 @@ def test_seconds_are_summed_and_the_total_is_the_longest(store):
         for work, index in ((one, first.take()), (two, second.take())):
             work.write(index, table(2 * index))
         assert [part.get("rows") for part in one.reports()] == [None, 3]
-        assert not first.more()
+        assert not first.wait_for_work()
         manifest = one.commit().manifest
     assert (manifest.seconds["score"], manifest.seconds["load"]) == (3.0, 0.5)
     assert 100 < manifest.seconds["total"] < 160

@@ -40,7 +40,7 @@ def test_the_picture_is_what_is_made():
     assert layout.runs.copied.key_offsets.tolist() == [0, 3, 8, 14, 17]
     assert layout.runs.keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7, 8, 9, 10]
     prompts, completions = layout.blocks.parts
-    assert prompts.causal and not completions.causal
+    assert prompts.has_no_prefix and not completions.has_no_prefix
     assert prompts.queries.tolist() == [[8, 9, 10] + [0] * 5, [0, 1, 2] + [0] * 5]
     assert completions.queries.tolist() == [[5, 6, 7] + [0] * 5, [3, 4] + [0] * 6]
     assert completions.keys.tolist() == [[0, 1, 2, 5, 6, 7, 0, 0], [0, 1, 2, 3, 4, 0, 0, 0]]

@@ -151,7 +151,9 @@ def test_what_computes_something_else_under_these_names_stays_as_it_is():
 def _block() -> Block:
     """Two sequences of eight queries, each with eight keys before."""
     nowhere = torch.zeros(1, 1, dtype=torch.int64)
-    return Block(nowhere.expand(2, 8), nowhere.expand(2, 16), torch.tensor([8, 8]), causal=False)
+    return Block(
+        nowhere.expand(2, 8), nowhere.expand(2, 16), torch.tensor([8, 8]), has_no_prefix=False
+    )
 
 
 def test_attention_keeps_its_weights_once_in_the_dtype_of_the_values():
