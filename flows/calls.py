@@ -180,9 +180,9 @@ def perform(
     outcome = find_outcome(call, expired=run.expired)
     if needs_files and outcome is not None and not Store(call.store).exists(parse(outcome.ref)):
         outcome = None
-    # A launcher runs the whole command, `quiver optimize`, on every rank. If a version is missing
-    # whose stage knows no ranks, such as logprobs, rank 0 makes it and the others wait here. If it
-    # fails, the launcher ends its host's ranks.
+    # Under torchrun each rank runs the command `quiver optimize`, so several are here at once. If a
+    # version is missing whose stage knows no ranks, such as logprobs, rank 0 makes it and the
+    # others wait here. If it fails, the launcher ends its host's ranks.
     while outcome is None and follows_rank_0() and not knows_ranks(stage):
         time.sleep(_POLL_SECONDS)
         outcome = find_outcome(call)

@@ -3,10 +3,11 @@
 Read this file to follow a training run from start to end. The policy is measured on held-out rows
 before the first iteration, after the last one, and in between if `evaluate.every` asks for it.
 
-Only references travel between tasks. A restarted run takes the same steps: finished versions are
-found in the store, and the first unfinished stage continues at its first unfinished shard. Finished
-versions need not be readable. If [retention] or `quiver gc` deleted their files, the manifest is
-enough, and a version that a later stage must read is made again.
+Only references travel between tasks: the addresses of versions, `run/kind@number`. (The policy that
+the KL term compares with is called the KL reference.) A restarted run takes the same steps:
+finished versions are found in the store, and the first unfinished stage continues at its first
+unfinished shard. Finished versions need not be readable. If [retention] or `quiver gc` deleted
+their files, the manifest is enough, and a version that a later stage must read is made again.
 
 Iteration k makes policy@k, unless a run with other settings took that number or the iteration is
 forced again; then it makes the next free number. policy@0 is the base. With `overlap = 0`,
@@ -21,10 +22,11 @@ rollouts of policy@k-2, one policy old:
     sample 1 (policy@0) · optimize 1 (policy@0 → 1) · optimize 2 (1 → 2)  · optimize 3 (2 → 3) · …
                         · sample 2 (policy@0)       · sample 3 (policy@1) · …
 
-The losses correct for this, since each row carries the logprob it was sampled with. Seeds follow
-from the round's number (see `rounds`), so contents and lineage do not depend on interruptions.
-Version numbers do not either, since versions of a kind are made one after another. The exception is
-logprobs with overlap: two iterations may make theirs at the same time.
+The losses correct for this: each token carries the logprob it was sampled with, the denominator of
+its ratio (losses.py tells the policies apart). Seeds follow from the round's number (see `rounds`),
+so contents and lineage do not depend on interruptions. Version numbers do not either, since
+versions of a kind are made one after another. The exception is logprobs with overlap: two
+iterations may make theirs at the same time.
 """
 
 from __future__ import annotations
@@ -65,9 +67,12 @@ def post_train(recipe: Recipe, first_forced: Literal[CHAIN] | None = None) -> di
 
     Args:
         recipe: The whole recipe, with the sections of its TOML file.
-        first_forced: This stage and all later ones run again, even if a finished version exists.
-            Evaluation is always among them: its rollouts, rewards and scores are made again, its
-            prompts are not. A forced stage is not retried if it fails.
+        first_forced: In each iteration, this stage and those after it in `CHAIN` (prompt, generate,
+            reward, logprobs, optimize, evaluate) run again, even if a finished version exists. The
+            stages before it are looked up: those of the first iteration are finished, later ones
+            see a new policy and usually are not. Evaluation is always among them: its rollouts,
+            rewards and scores are made again, its prompts are not. A forced stage is not retried if
+            it fails.
 
     Returns:
         The object that `quiver run --json` prints: the run, its report or None, the

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from contextlib import suppress
 
 from pydantic import Field
 
 from quiver.flows.look.words import counted
-from quiver.schemas.errors import CorruptError, QuiverError, unexpected
+from quiver.schemas.errors import QuiverError, unexpected
 from quiver.stages.core.config import Config
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.listing import EXPIRED, NO_OPTIMIZER, is_of_sweep
@@ -54,12 +53,9 @@ def clean_up(path: str, run: str, retention: Retention, policy: str | None = Non
     spared = set() if policy is None else {policy}
     try:
         store = Store(path, create=False)
-        for version in store.versions(run, "policy"):  # By number, so that parents come first.
-            with suppress(CorruptError):  # Damaged; not this function's concern.
-                parent = version.manifest.input("policy")
-                is_later = parent is not None and not is_of_sweep(version.manifest.note)
-                if is_later and parent.ref in spared:
-                    spared.add(str(version.ref))
+        for ref, summary in store.summaries(run, "policy"):  # By number, so parents come first.
+            if summary.source("policy") in spared and not is_of_sweep(summary.note):
+                spared.add(str(ref))
         seconds = retention.grace_hours * 3600
         rule = Rule(retention.keep, retention.moments, seconds, runs, tuple(spared))
         collected = collect(store, rule, apply=True)

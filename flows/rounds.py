@@ -18,7 +18,7 @@ any policy of the store, or one that follows the run's. The ratio's denominator,
 logprobs, is computed with the trainer's numerics, if the recipe asks for it or the training needs
 it. With `prox_of = "behaviour"`, they are made right after sampling, under the policy that sampled.
 With `"start"`, they are made for all rollouts of an iteration, replayed ones too, under the policy
-that its training starts from.
+that its training starts from. `stages/optimize/losses.py` names all these policies.
 """
 
 from __future__ import annotations
@@ -190,6 +190,7 @@ def choose_kl_reference(
     if weight == 1:
         return policies[-1]
     refs = {"reference": previous, "policy": policies[-1]}
+    # a stage beside logprobs: logprobs/average.py
     return perform("average", AverageConfig(rate=weight), refs, **options).ref
 
 

@@ -18,17 +18,17 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ROOMS = ("schemas", "stages", "flows", "deployments")
 SPINE = (
-    "flows/rounds.py",
     "flows/post_train.py",
+    "flows/rounds.py",
     "flows/calls.py",
     "flows/recipe.py",
     "stages/core/run/stage.py",
     "stages/core/run/call.py",
     "stages/core/run/runner.py",
     "stages/core/store/__init__.py",
+    "stages/core/store/plan.py",
     "stages/core/store/storage.py",
     "stages/core/store/versions.py",
-    "stages/core/store/plan.py",
     "stages/core/store/leases.py",
     "stages/core/store/sharing.py",
     "stages/core/store/writer.py",

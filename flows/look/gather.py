@@ -263,17 +263,19 @@ def ends_of(store: Store, run: str) -> list[str]:
     visible = set(map(str, store.refs(run, "policy")))
     lengths: dict[str, int] = {}
     swept: set[str] = set()
-    for version in store.with_expired().versions(run, "policy"):  # by number: parents first
-        ref = str(version.ref)
-        parent = version.manifest.input("policy")
-        continues = parent is not None and parent.ref in lengths
-        if is_of_sweep(version.manifest.note):
+    for version, summary in store.with_expired().summaries(run, "policy"):  # parents first
+        if summary.error:
+            store.version(version).manifest  # noqa: B018  raises CorruptError
+        ref = str(version)
+        parent = summary.source("policy")
+        continues = parent in lengths
+        if is_of_sweep(summary.note):
             swept.add(ref)
             # a cell ends no line of the run's own, but may end that of a run with a base alone
-            continues = continues and (parent.ref in swept or lengths[parent.ref] == 0)
+            continues = continues and (parent in swept or lengths[parent] == 0)
         if continues and ref in visible:
-            visible.discard(parent.ref)
-        lengths[ref] = lengths.get(parent.ref, 0) + 1 if parent else 0
+            visible.discard(parent)
+        lengths[ref] = lengths.get(parent, 0) + 1 if parent else 0
     ends = [ref for ref in lengths if ref in visible]
     if not ends:
         raise LineageError(f"run {run}", "has no policy yet", next="quiver ls")

@@ -42,6 +42,7 @@ from quiver.schemas.manifest import Manifest
 from quiver.schemas.prompts import MEDIA, OURS
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.listing import is_of_sweep
 from quiver.stages.turns.statistics import COUNTS, counts_of, sum_of_each
 
 from .episodes import turn_fields
@@ -528,7 +529,8 @@ def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> 
             return _named(store, manifest, entry.ref, kind)
         found = _made_from(store, source, kind, made_as, model) if source else []
         if len(found) > 1:  # manifests of a whole line are read
-            found.sort(key=partial(_first_use, line_of_run(source.ref.run)))
+            line = line_of_run(source.ref.run)
+            found.sort(key=lambda one: (_first_use(line, one), is_of_sweep(one.manifest.note)))
         return found[0] if found else None
 
     rollouts = behind("rollouts", version if manifest.kind == "prompts" else None, "prompts")

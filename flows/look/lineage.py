@@ -292,7 +292,7 @@ def trace_row(store: Store, row: str, most: int | None = None) -> dict[str, Any]
     policies = {user for ref in asked for user in index.users[ref] if "/policy@" in user}
     for ref in shown:
         summary = index.get(ref)
-        prompts = next((one for one, role in summary.sources.items() if role == "prompts"), None)
+        prompts = summary.source("prompts")
         prefix = f"{summary.run_key[:8]}-"
         is_one = row.startswith(prefix)
         pattern = re.escape(row) if is_one else f"{re.escape(prefix + row)}-[0-9]+"

@@ -36,7 +36,7 @@ class Shards:
         self._size = writer.rows_per_shard(rows.config.rows_in_shard(len(rows)))
         # A version without rows still has one file.
         self._count = max(1, -(-len(rows) // self._size))
-        self.handout = writer.shards_of(self._count)
+        self.handout = writer.hand_out(self._count)
         self._waiting: dict[int, dict[int, Any]] = {}
         """Finished rows of each unfinished shard: shard → row → input for `Requests.table`."""
         self._num_tokens = 0

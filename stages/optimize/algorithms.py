@@ -4,7 +4,8 @@ A variant is data, not a branch. The names are functions of `advantages.py`, `lo
 `estimators.py` and `surrogates.py`. This module loads no torch, so checking a config and listing
 the table are fast. A user's own row needs no edit here: put an `Algorithm` into a module and name
 it in the recipe, `algorithm = "my_algo:ALGORITHM"` or `"my_algo.py:ALGORITHM"`; it may hold
-functions instead of names. For a row that Quiver ships, README.md lists what else to write.
+functions instead of names. For a row that Quiver ships, the README beside this file lists what else
+to write.
 
 >>> find_algorithm("dapo").defaults["clip_high"]
 0.28

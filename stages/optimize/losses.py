@@ -15,7 +15,8 @@ Policies whose logprobs appear, all of the sampled tokens:
     ref       the reference of the KL term
 
 Without prox logprobs a training is refused if `prox_of` is "start" or sampling was biased
-(checks.py), or if a tight clip bound is within ten times the engine's noise (audit.py).
+(checks.py), or if the audit finds a tight clip bound within ten times the engine's noise
+(audit.py).
 
 More surrogates are in surrogates.py.
 

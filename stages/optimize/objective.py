@@ -11,18 +11,19 @@ tokens. Of the B rollouts
     members    belong to the step
     masked     were cut off and have no loss, but count in the denominators, as rollouts without
                tokens (`mask_counted`)
-    idle       have advantage 0, and nothing else of the loss trains them: they are not passed
-               through the model, and count in the denominators
+    idle       have advantage 0, and nothing else of the loss trains them (`zero_is_idle`): they are
+               not passed through the model, and count in the denominators
     active     all others: passed through the model
 
-Dropped rollouts, such as those without a reward, are not among the B.
+Dropped rollouts, such as those without a reward, are not among the B: rollouts.py, which joins them
+with their rewards, lists the reasons.
 
     objective = Objective(config, find_algorithm("grpo"))
     columns = batch.token_columns(layout.rows)
     whole_step = StepColumns(objective.weights(batch, members))
     step_columns = whole_step.at(batch.places(layout.rows))
     loss, sums, log_ratio_max = objective.loss(columns, policy(layout), step_columns)
-    objective.numbers(sums, num_tokens, warming=False, step_columns=whole_step)
+    objective.numbers(sums, places, warming=False, step_columns=whole_step)
 """
 
 from __future__ import annotations
@@ -143,13 +144,15 @@ class Objective:
         return loss, torch.stack([term.double() for term in sums]), log_ratio.max()
 
     def numbers(
-        self, sums: Tensor, num_tokens: int, warming: bool, step_columns: StepColumns
+        self, sums: Tensor, places: Tensor, warming: bool, step_columns: StepColumns
     ) -> dict[str, float | None]:
         """Return losses and means of a step, from the sums over its micro-batches.
 
-        `clip_fraction`, `approx_kl` and `entropy` are means over `num_tokens`, the tokens that were
-        passed through the model, so without idle rollouts. `warming`: only the critic learns.
+        `kl`, `clip_fraction`, `approx_kl` and `entropy` are means over the tokens at `places`,
+        those that were passed through the model, without idle rollouts; `kl` by the tokens'
+        weights. `warming`: only the critic learns.
         """
+        num_tokens = len(places)
         policy_loss, kl_loss, value_loss, weighted_entropy, *totals = sums.tolist()
         clip_fraction, approx_kl, entropy, *critic_means = (total / num_tokens for total in totals)
         kl_coef = step_columns.kl_coef
@@ -165,7 +168,7 @@ class Objective:
             "loss": loss,
             "policy_loss": policy_loss,
             "kl_loss": kl_loss,
-            "kl": kl_loss / float(step_columns.weights.sum()),
+            "kl": kl_loss / float(step_columns.weights[places].sum()),
             "clip_fraction": clip_fraction,
             "approx_kl": approx_kl,
             "entropy": entropy,

@@ -12,7 +12,7 @@ The reasons, in this order: `abort` (the engine gave up), `not_scored` (null rew
     loaded = load(config, algorithm, store, {"policy": …, "rollouts": …, "rewards": …})
     loaded.batch; loaded.reasons; loaded.summary["dropped"]
 
-Not of the spine: `stage` calls `load` once, and only the details of joining are here.
+Not of the spine: `stage` calls `load` once, and `batch` and `objective` list what comes out.
 """
 
 from __future__ import annotations

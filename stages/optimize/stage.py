@@ -1,9 +1,9 @@
 """optimize: train a checkpoint on saved rollouts and their rewards, and write the next one.
 
 It reads versions of the store, and of other places only `critic_from` and a user's algorithm: no
-engine, no tokenizer. Several versions of rollouts
-may be given (replay), each with its own rewards and logprobs. Each version may be sampled by a
-policy at most `max_staleness` older than the one that is trained.
+engine, no tokenizer. Several versions of rollouts may be given (replay), each with its own rewards
+and logprobs. Each version may be sampled by a policy at most `max_staleness` older than the one
+that is trained.
 
 Refused: rollouts of any other policy, rewards or logprobs that do not name exactly these rollouts,
 greedy rows, biased sampling (unless `allow_biased_sampling`, with proximal logprobs), a KL term

@@ -417,13 +417,10 @@ class Trainer(SavedState):
             self._sum_gradients()
         places = self.batch.places(active)
         self.logprobs[places] = self._sum_over_ranks(logprobs)[places]
-        num_tokens = len(places)
         return {
-            **self.objective.numbers(
-                self._sum_over_ranks(sums), num_tokens, self.warming, whole_step
-            ),
+            **self.objective.numbers(self._sum_over_ranks(sums), places, self.warming, whole_step),
             "ratio_max": float(self.accelerator.gather(log_ratio_max.exp()[None]).max()),
-            "tokens": num_tokens,
+            "tokens": len(places),
             "prompt_tokens": int(sequences.prompts.lengths[active].sum()),
             "rollouts": len(active),
             "microbatches": len(microbatches),

@@ -76,7 +76,7 @@ class Shards:
         has_media = not {*media.OFFERED}.isdisjoint(self._prompts.column_names)
         self._size = ROWS_PER_SHARD if has_media else shard_rows(num_rows)
         self._starts = range(0, max(1, num_rows), self._size)
-        self._handout = writer.shards_of(len(self._starts))
+        self._handout = writer.hand_out(len(self._starts))
         self._counted: set[int] = set()
         """Shards whose failures the allowance has counted."""
 

@@ -112,7 +112,7 @@ class Contest:
             patch.object(leases, "_renewing", nullcontext()),
             # Python 3.11 computes them in one thread at a time, whosever they are
             patch.object(Plan.listing, "lock", nullcontext()),
-            patch.object(Plan.attempt, "lock", nullcontext()),
+            patch.object(Plan.repetition, "lock", nullcontext()),
             patch.object(Listing._lines, "lock", nullcontext()),
             watched(turns.around),
         ):

@@ -14,7 +14,12 @@ from quiver.flows.look.joined import Joined, Selection, open_joined
 from quiver.flows.look.shards import Shards
 from quiver.schemas.errors import ConfigError, CorruptError, LineageError
 from quiver.stages.core.store import Store
-from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
+from tests.benchmarks.made import (
+    make_prompts,
+    make_rewards,
+    rollouts_table,
+    write_version,
+)
 from tests.writing import run_here
 
 NUM_ROWS = 600  # three shards
@@ -292,6 +297,22 @@ def test_of_several_versions_that_of_the_runs_own_line_is_shown(golden, tmp_path
     advantages = store.open(cell).manifest.metrics["advantages"]
     assert advantages in open_joined(store, cell).sources
     assert open_joined(store, "golden/rollouts@4").title == "golden/rollouts@4 by golden/policy@0"
+
+
+def test_a_sweeps_rewards_are_shown_only_if_there_are_no_others(tmp_path):
+    """Of rollouts that no policy has learned from."""
+    store = Store(tmp_path / "store")
+    inputs = {"prompts": make_prompts(store, 1)}
+    rollouts = write_version(store, "rollouts", "generate", rollouts_table(4, 4, 4), inputs)
+    for target, note in (
+        (1, "sweep 0123456789ab, cell 1 (1)"),
+        (2, ""),
+        (3, "sweep 0123456789ab, cell 2 (3)"),
+    ):
+        config = {"functions": [{"use": "length", "arguments": {"target": target}}]}
+        run_here("reward", config, store, rollouts=rollouts.ref, note=note)
+        shown = open_joined(store, rollouts.ref).shards["rewards"].version.ref
+        assert str(shown) == f"bench/rewards@{min(target, 2)}"
 
 
 def test_rewards_that_are_gone_are_not_those_of_another_version(golden, tmp_path):

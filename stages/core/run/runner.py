@@ -3,9 +3,9 @@
 This module decides whether to force, share, resume, or answer "already done". A finished version is
 found in this process within milliseconds. Otherwise the stage runs in a child process, so that its
 memory and device are free when it ends; it ends with its caller. Another process may finish the
-same work meanwhile. So the version is looked for three more times: when the child begins, once it
-holds the lease, and right before the commit. If another process is at the same work, `run_stage`
-raises BusyError; in a flow, the call waits for that process's version (`tasks`).
+same work meanwhile. So the version is looked for again: when the child begins, once it holds the
+lease, while it shares the work, and right before the commit. If another process is at the same
+work, `run_stage` raises BusyError; in a flow, the call waits for that process's version (`tasks`).
 
 With `placement.resident_engine` the child of generate stays resident: it waits for the next call
 with its engine asleep, and keeps some memory. If it died meanwhile, or fails, that call runs in a

@@ -22,18 +22,19 @@ from its optimizer state.
 A stage may also have
 
     resolve(config) -> config                   read what the recipe names outside the store, once
-    check(config, columns, prompts)             try out what `make` will need
+                                                (called by `plan`, and by `Recipe.resolved`)
+    check(config, columns, prompts)             try out what `make` will need (`check_stages`)
     import_ahead(config)                        import what `make` needs, before its call arrives
+                                                (the child process)
     accept(plan, version)                       refuse a finished version for a key of the config
-                                                outside the run key (reward: `max_invalid`)
+                                                outside the run key, such as reward's `max_invalid`
+                                                (`runner`)
     SHARED = True                               equal calls may divide its shards among them
     RANKS = True                                the ranks of torch.distributed do one call together
 
-These are looked up with `getattr`. `plan` resolves an unresolved config itself. Prompt and reward
-hash the code that their configs name in each `plan`, and reward its models too
-(`with_fingerprints`), so that a function edited during a run makes a new version. Processes that
-share (SHARED) all have writers, and one of them publishes. Of ranks (RANKS) only rank 0 has
-writers.
+The user's code that a config names is hashed in each `plan`, and reward's models too, so that a
+function edited during a run makes a new version. Processes that share (SHARED) all have writers,
+and one of them publishes. Of ranks (RANKS) only rank 0 has writers.
 
 `check` is called before the first rollouts are paid for, and again if later prompts have another
 form. It takes no plan, because the plan of reward names rollouts and the plan of optimize names

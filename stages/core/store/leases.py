@@ -2,11 +2,14 @@
 
 A lease is a chain of numbered objects, each created only if absent:
 
-    KEY.0.leases/commit/000001    {"owner": …, "token": …}     its process died
-    KEY.0.leases/commit/000002    {"owner": …, "token": …}     the holder: the highest number
-    KEY.0.leases/work             a chain: all the work, by one process alone
-    KEY.0.leases/worker-1f2e…     a chain: a process that shares it is present
-    KEY.0.leases/shard-00000      a chain: one of its shards
+    KEY.0.leases/work/000001      {"owner": …, "token": …}     its process died
+    KEY.0.leases/work/000002      {"owner": …, "token": …}     the holder: the highest number
+
+`work` is all the work, by one process alone. If it is shared, there are other chains:
+
+    KEY.0.leases/worker-1f2e…     a process is present
+    KEY.0.leases/shard-00000      one of the shards
+    KEY.0.leases/commit           the commit
 
 To take over, a process creates the next number, so only one of two competitors succeeds. A holder
 renews its object every few seconds: it writes the time into it. A lease is free, so that another
@@ -70,19 +73,19 @@ class Owner:
         return cls(_boot_id(), _pid_namespace(), pid, _start_time(pid) or 0)
 
     @property
-    def is_visible(self) -> bool:
+    def can_be_seen(self) -> bool:
         """True if the owner is on this host and in this pid namespace, so it can be observed."""
         return (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
 
     @property
     def is_dead(self) -> bool:
         """True if the process has certainly ended. False if that cannot be observed from here."""
-        return self.is_visible and _start_time(self.pid) != self.start_time
+        return self.can_be_seen and _start_time(self.pid) != self.start_time
 
     @property
     def is_stopped(self) -> bool:
         """True if the process is certainly stopped (SIGSTOP, Ctrl-Z, a debugger)."""
-        return self.is_visible and not self.is_dead and _status(self.pid)[0] in ("T", "t")
+        return self.can_be_seen and not self.is_dead and _status(self.pid)[0] in ("T", "t")
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,7 @@ class Leases:
         holders = [holder for name in self.names() if (holder := self.holder(name))]
         changed_at = max((at for _, at in self.storage.files(self.prefix).values()), default=0.0)
         is_silent = time.time() - changed_at > 10 * SECONDS_TO_LIVE
-        return [holder for holder in holders if holder.owner.is_visible or not is_silent]
+        return [holder for holder in holders if holder.owner.can_be_seen or not is_silent]
 
     def seconds_seen(self, name: str) -> float:
         """Return for how many seconds this process has observed the current holder, renewals or
@@ -267,7 +270,7 @@ class Leases:
             first = first or top
             if top is None or top != first:
                 return None
-            if top.owner.is_visible and abs(time.time() - top.renewed_at) < SECONDS_TO_LIVE:
+            if top.owner.can_be_seen and abs(time.time() - top.renewed_at) < SECONDS_TO_LIVE:
                 return None
             time.sleep(min(0.5, SECONDS_TO_LIVE / 4))
 

@@ -77,6 +77,11 @@ class Summary:
     sources: Mapping[str, str] = field(default_factory=dict)
     """Roles of the versions that it was made of, models too, by reference."""
 
+    def source(self, role: str) -> str | None:
+        """Return the reference of a version that it was made of, by its role; None if there is
+        none."""
+        return next((ref for ref, its_role in self.sources.items() if its_role == role), None)
+
     @classmethod
     def of(cls, fields: Mapping[str, Any], number: int) -> Summary:
         """Build the summary of a manifest from its fields, as plain JSON.

@@ -24,7 +24,8 @@ PROGRESS = "progress"
 SOURCES = "sources"
 """Name of the note that lists the versions the stage reads."""
 WORK = re.compile(r"([0-9a-f]{64})\.([0-9]{1,6})(?:\.(.+))?")
-"""Name in `.work`: run key, attempt, and what follows: `notes`, `leases`, `resume` or a process."""
+"""Name in `.work`: run key, repetition, and what follows: `notes`, `leases`, `resume` or a
+process."""
 SHARD_NOTE = re.compile(r"part-([0-9]{5,9})\.json")
 
 

@@ -79,26 +79,27 @@ class Plan:
         return self.store.listing(self.run, self.kinds[-1])
 
     @cached_property
-    def attempt(self) -> int:
-        """Number of this attempt to do the work. A repeat never touches the data of an earlier
-        version."""
-        return self.attempt_at(self.kinds[-1], self.listing)
+    def repetition(self) -> int:
+        """Number of versions that this work had before, or a higher one: repeated work never
+        touches the data of an earlier version. Processes that share or resume the work have the
+        same."""
+        return self.repetition_at(self.kinds[-1], self.listing)
 
-    def attempt_at(self, kind: str, listing: Listing) -> int:
+    def repetition_at(self, kind: str, listing: Listing) -> int:
         """Return a number whose folders no version of this kind uses.
 
         It is the number of versions with this run key. If a user deleted a version's folder by
         hand, that is too small, and in a bucket a later version may name those files; so it is
-        also above the attempt that each version's `place` names.
+        also above the repetition that each version's `place` names.
         """
         numbers = listing.find(self.run_key)
-        attempts = [len(numbers)]
+        repetitions = [len(numbers)]
         for number in numbers:
             version = Version(Ref(self.run, kind, number), self.store.storage)
             with suppress(CorruptError):
                 if place := version.manifest.place:
-                    attempts.append(int(place.split(".")[1]) + 1)
-        return max(attempts)
+                    repetitions.append(int(place.split(".")[1]) + 1)
+        return max(repetitions)
 
     def require_number(self, listing: Listing) -> None:
         """Raise ConflictError if other work has the only number that the version may have."""
@@ -114,7 +115,7 @@ class Plan:
     def work(self) -> str:
         """Prefix of the unfinished work of the last kind; `.notes`, `.leases` and `.resume` follow
         it."""
-        return f"{self.name}/.work/{self.run_key}.{self.attempt}"
+        return f"{self.name}/.work/{self.run_key}.{self.repetition}"
 
     @property
     def name(self) -> str:

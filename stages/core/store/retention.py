@@ -64,19 +64,19 @@ _PLANNED_WITH = ("config.json", "generation_config.json")
 
 @dataclass(frozen=True)
 class Work:
-    """Unfinished work in `.work`: one attempt of one run key."""
+    """Unfinished work in `.work`: one repetition of one run key."""
 
     run: str
     kind: str
     run_key: str
-    attempt: int
+    repetition: int
     names: list[str]
     """Names below the kind: `.work/KEY.0.notes`, `.data/KEY.0`."""
 
     @property
     def prefix(self) -> str:
         """Prefix in `.work`; `.notes`, `.leases` and `.resume` follow it."""
-        return f"{self.run}/{self.kind}/.work/{self.run_key}.{self.attempt}"
+        return f"{self.run}/{self.kind}/.work/{self.run_key}.{self.repetition}"
 
     @property
     def keys(self) -> list[str]:
@@ -86,15 +86,17 @@ class Work:
 
 def unfinished(store: Store, run: str, kind: str) -> list[Work]:
     """Return the unfinished work of one kind in one run, by run key and attempt."""
-    return _by_attempt(run, kind, (f".work/{n}" for n in store.storage.list(f"{run}/{kind}/.work")))
+    return _by_repetition(
+        run, kind, (f".work/{n}" for n in store.storage.list(f"{run}/{kind}/.work"))
+    )
 
 
-def _by_attempt(run: str, kind: str, names: Iterable[str]) -> list[Work]:
+def _by_repetition(run: str, kind: str, names: Iterable[str]) -> list[Work]:
     names_of: dict[tuple[str, int], list[str]] = {}
     for name in names:
         if match := WORK.fullmatch(name.partition("/")[2]):
             names_of.setdefault((match[1], int(match[2])), []).append(name)
-    return [Work(run, kind, *attempt, names) for attempt, names in names_of.items()]
+    return [Work(run, kind, *work, names) for work, names in names_of.items()]
 
 
 @dataclass(frozen=True)
@@ -515,11 +517,11 @@ def _abandoned(store: Store, rule: Rule) -> Iterator[tuple[Work, int]]:
         # the manifest of a torn version cannot say which data are its own
         if not any(summary.error for summary in summaries):
             names += _unpublished(store, run, kind, num_made)
-        for work in _by_attempt(run, kind, names):
+        for work in _by_repetition(run, kind, names):
             files = [entry for key in work.keys for entry in store.storage.files(key).values()]
             changed_at = max((at for _, at in files), default=0.0)
             is_old = time.time() - changed_at >= rule.grace_seconds
-            is_done = num_made[work.run_key] > work.attempt
+            is_done = num_made[work.run_key] > work.repetition
             if (is_done or is_old) and work.run_key not in at_work:
                 yield work, sum(size for size, _ in files)
 
@@ -528,9 +530,9 @@ def _unpublished(store: Store, run: str, kind: str, num_made: Counter[str]) -> I
     """Yield the names in `.data`, where a bucket keeps the data of versions, that no version
     names."""
     names = [f".data/{name}" for name in store.storage.list(f"{run}/{kind}/.data")]
-    for work in _by_attempt(run, kind, names):
+    for work in _by_repetition(run, kind, names):
         # usually the only folder of finished work is its version's, which need not be read then
-        if len(work.names) > 1 or num_made[work.run_key] <= work.attempt:
+        if len(work.names) > 1 or num_made[work.run_key] <= work.repetition:
             published = _places(store, work)
             for name, key in zip(work.names, work.keys, strict=True):
                 if key not in published:

@@ -4,10 +4,11 @@
         writer.write(index, table)
     writer.finish()     # reached by one process; the others get CommittedByOther before
 
-An `index` is a shard's number, from 0. Each process holds one lease that shows its presence and one
-for each shard it works on. Leases only divide the work. They are not needed for correctness: the
-first whole copy of a shard wins, and the version appears once (see `writer`). So a process that
-hangs costs repeated work, never a different result.
+An `index` is a shard's number, from 0. A process that does the work alone holds the lease `work`.
+One that shares it holds a lease that shows its presence and one for each shard it works on. Leases
+only divide the work. They are not needed for correctness: the first whole copy of a shard wins, and
+the version appears once (see `writer`). So a process that hangs costs repeated work, never a
+different result.
 
 Each process starts at a shard that follows from its place among the names of the processes present,
 so that they do not compete. An idle process takes any free shard. Its patience is the time for
@@ -34,8 +35,8 @@ class CommittedByOther(Exception):
     """Another process has committed the version."""
 
 
-class SoleShards:
-    """Shard allocation for a single process: all unfinished shards are its own."""
+class SoleHandout:
+    """Hands out the shards to a single process: all unfinished shards are its own."""
 
     is_sole = True
     commit_lease = None
@@ -46,7 +47,7 @@ class SoleShards:
         self._untaken: list[int] = []
 
     def begin(self, count: int) -> None:
-        """Set the number of shards. Shards that an earlier attempt finished are kept."""
+        """Set the number of shards. Those that an earlier process finished are kept."""
         noted = set(self._writer.noted())
         self._unfinished = [
             index
@@ -84,8 +85,8 @@ class SoleShards:
         return []
 
 
-class SharedShards:
-    """Shard allocation for several processes, which lease shards one after another.
+class SharedHandout:
+    """Hands out the shards to several processes, which lease one after another.
 
     A context manager: leaving it releases the leases that are left.
     """
@@ -112,9 +113,9 @@ class SharedShards:
         self._slowest_seconds = 0.0
         self._num_written = 0
 
-    def __enter__(self) -> SharedShards:
+    def __enter__(self) -> SharedHandout:
         if not self._other_workers():
-            # reports of earlier attempts, all dead; their shards stay
+            # reports of earlier processes, all dead; their shards stay
             for name in self._report_names():
                 self._writer.delete_note(name)
         return self

@@ -4,7 +4,7 @@ Other modules name objects by key (`arith/rollouts/v000003/manifest.json`). They
 from `local` and `folder`, for libraries that read or write files themselves.
 
 An object is written once, and appears whole or not at all. `put` is for the few that may be
-replaced: leases, caches and notes of progress. `publish` makes a version visible in one step.
+replaced: leases, caches and notes of progress. `publish` makes a version appear in one step.
 
 `disk` and `bucket` have these operations; `places` opens one of them.
 """
@@ -128,7 +128,7 @@ class Storage(Protocol):
     def publish(
         self, work: str, worker: str, target: str, manifest: bytes, sizes: dict[str, int]
     ) -> bool:
-        """Make the objects below `work`, with this manifest, visible as the version `target`.
+        """Publish the objects below `work`, with this manifest, as the version `target`.
 
         On a disk one rename moves them there. In a bucket they stay, and one request creates the
         manifest, if it is absent.
@@ -143,7 +143,7 @@ class Storage(Protocol):
 
         Raises:
             FileNotFoundError: another process took the folder or its files away.
-            OutcomeUnknownError: the version may be visible, but a power loss may undo it.
+            OutcomeUnknownError: the version may be published, but a power loss may undo it.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The store as a reader sees it: immutable versions, each complete once it is visible.
+"""The store as a reader sees it: immutable versions, each complete once it is published.
 
     STORE/store.json                         format, id
     STORE/<run>/<kind>/v000003/              manifest.json + part-00000-3fa9c1d2.arrow …
@@ -11,12 +11,12 @@
     STORE/<run>/tags/<name>/000001.json      entries of a tag; the highest is the tag
 
 Three rules hold. Objects are written once and never changed; the exceptions are unfinished work,
-leases and caches. A version is its manifest: it exists as soon as its manifest does.
-Only data are deleted, never a manifest, and a mark says so first.
+leases, caches and marks that are taken back. A version is its manifest: it exists as soon as its
+manifest does. Of a version only data are deleted, never the manifest, and a mark says so first.
 
 Reading checks size and sha256 before it parses, and maps files into memory. There are no silent
-fallbacks: if the newest version is torn, `latest` is an error. Of a version that expired or was
-removed, only the manifest and small files that plans need can be read.
+fallbacks: if the newest version is torn, `latest` is an error. Of a version that expired, only the
+manifest and small files that plans need can be read; one that was removed is not opened.
 
 `quiver gc` marks a version first, and deletes its data after a grace time, 24 hours by default. A
 process that opened the version before reads on until then; after it, reading is a LineageError

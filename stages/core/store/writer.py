@@ -19,19 +19,21 @@ Contents of `STORE/<run>/<kind>/.work/` until the work is done:
 
 In a bucket, `KEY.0` and the policy's `KEY.0.WORKER` lie in `.data`, and stay there.
 
-KEY is the run key, WORKER names a process (`Staging.worker`), and 0 is the attempt: the number of
-versions with this run key that existed before, or a higher one (`Plan.attempt_at`). So work that is
-repeated never touches the data of an earlier version.
+KEY is the run key, WORKER names a process (`Staging.worker`), and 0 is the repetition: the number
+of versions with this run key that existed before the work began, or a higher one
+(`Plan.repetition_at`). So work that is repeated never touches the data of an earlier version, and a
+process that resumes killed work finds what was made of it.
 
 A shard's name holds its hash, so two processes that write the same shard do not disturb each other.
 Its note is created only if absent: the first one decides which copy counts.
 
-The commit: shards are read back and compared with their notes. Then the process lists the versions
-(1), looks if one of them has its run key (2), looks at its lease (3), and publishes its manifest
-under the next number (4), which fails if the number is taken; then it starts again at (1). So a
-version appears once: a process that publishes number N has seen every version below N, and of two
-that try N, one fails and looks again. A process that slept, and lost its lease meanwhile, finds the
-version in (2), or that its lease is gone in (3).
+A stage finishes each writer: it gives the metrics. The commit first seals all writers: shards are
+read back and compared with their notes. Then each is published. The process lists the versions (1),
+looks if one of them has its run key or is made of the same files (2), looks at its lease (3), and
+writes its manifest under the next number (4), which fails if the number is taken; then it starts
+again at (1). So a version appears once: a process that publishes number N has seen every version
+below N, and of two that try N, one fails and looks again. A process that slept, and lost its lease
+meanwhile, finds the version in (2), its lease gone in (3), or its files taken back in (4).
 
 (1), (2) and (4) alone make a version unique. (3) ends a process early whose files the next holder
 is about to take back, and leaves the commit to that one. Otherwise leases only save work.
@@ -80,7 +82,7 @@ from .notes import (
     read_note,
     shard_name,
 )
-from .sharing import CommittedByOther, SharedShards, SoleShards
+from .sharing import CommittedByOther, SharedHandout, SoleHandout
 from .storage import read_table, size_and_sha256, with_checksum
 from .usage import Meter, totals_of
 from .versions import Version, schema_module
@@ -110,15 +112,7 @@ def shard_rows(rows: int, least: int = ROWS_PER_SHARD) -> int:
 
 
 class Writer:
-    """Stages and commits one version of one kind.
-
-    Its unfinished work lies in four places (KEY.0 is the run key and the attempt's number):
-
-        .work/KEY.0.notes/      one note per finished shard; `.leases/` beside it has the leases
-        .work/KEY.0/            the shards, on a disk; .data/KEY.0/ in a bucket
-        .work/KEY.0.WORKER/     the files of a policy, of one process (`folder`); .data/… likewise
-        .work/KEY.0.resume/     files that only a later attempt needs, such as a saved training
-    """
+    """Stages and commits one version of one kind. The top of this file lists what it writes."""
 
     def __init__(self, plan: Plan, kind: str, worker: str, *, force: bool) -> None:
         self.kind = kind
@@ -132,11 +126,12 @@ class Writer:
         """
         self.committed: Version | None = None
         """The version, once it is committed."""
-        self.shards: SoleShards | SharedShards | None = None
+        self.handout: SoleHandout | SharedHandout | None = None
+        """Hands out the shards."""
         is_last = kind == plan.kinds[-1]
         self._before = plan.listing if is_last else plan.store.listing(plan.run, kind)
-        self.attempt = plan.attempt_at(kind, self._before)
-        self.work = f"{plan.run}/{kind}/.work/{plan.run_key}.{self.attempt}"
+        self.repetition = plan.repetition_at(kind, self._before)
+        self.work = f"{plan.run}/{kind}/.work/{plan.run_key}.{self.repetition}"
         """Prefix of the shards; `.notes`, `.leases` and `.resume` follow it."""
         self._plan = plan
         self._name = f"{plan.run}/{kind}"
@@ -180,14 +175,14 @@ class Writer:
 
     def discard(self) -> None:
         """Delete what was made of this version, so that the work begins anew."""
-        self._delete(lambda attempt, rest: attempt == self.attempt and rest not in _KEPT)
+        self._delete(lambda repetition, rest: repetition == self.repetition and rest not in _KEPT)
 
     def clear(self) -> None:
-        """Delete all that is left of the finished work, also of earlier attempts that died."""
-        self._delete(lambda attempt, _: attempt <= self.attempt)
+        """Delete all that is left of the finished work, also of earlier repetitions that died."""
+        self._delete(lambda repetition, _: repetition <= self.repetition)
 
     def _delete(self, is_meant: Callable[[int, str | None], bool]) -> None:
-        """Delete folders of this work, chosen by their attempt and what follows it."""
+        """Delete folders of this work, chosen by their repetition and what follows it."""
         place = f"{self._name}/.work"
         matches = filter(None, map(WORK.fullmatch, self._storage.list(place)))
         names = [m[0] for m in matches if m[1] == self.run_key and is_meant(int(m[2]), m[3])]
@@ -205,9 +200,9 @@ class Writer:
             return True
         store = self._plan.store
         listing = listing or store.listing(self.run, self.kind)
-        # Search only if there may be one: some had this key when the work began (attempt > 0), or
-        # the listing has grown since.
-        if self.attempt or listing.given != self._before.given:
+        # Search only if there may be one: some had this key when the work began, or the listing has
+        # grown since.
+        if self.repetition or listing.given != self._before.given:
             self.committed = store.find(
                 self.run, self.kind, self.run_key, skip=self._skip, listing=listing
             )
@@ -222,25 +217,25 @@ class Writer:
 
     def take_shards(self, count: int) -> Iterator[int]:
         """Yield the indices, out of `count` shards, that this process is to write."""
-        return iter(self.shards_of(count))
+        return iter(self.hand_out(count))
 
-    def shards_of(self, count: int) -> SoleShards | SharedShards:
-        """Start handing out `count` shards, and return the allocation."""
+    def hand_out(self, count: int) -> SoleHandout | SharedHandout:
+        """Start handing out `count` shards, and return `handout`, which does so."""
         self._count = count
-        self.shards.begin(count)
-        return self.shards
+        self.handout.begin(count)
+        return self.handout
 
     def rows_per_shard(self, rows: int) -> int:
         """Return the rows per shard: `rows`, unless existing shards were begun with another number.
 
-        Those may come from an earlier attempt or from another process. The note `cut` holds the
+        Those may come from an earlier process or from another one at work. The note `cut` holds the
         number; if it is missing, nobody knows which rows the finished shards hold, and they are
         dropped.
         """
         fields = {"rows_per_shard": rows}
         with storage_errors(self._name):
             noted = self.noted()
-            if self.shards.is_sole and not noted:  # nothing is finished, so nothing binds
+            if self.handout.is_sole and not noted:  # nothing is finished, so nothing binds
                 self.write_note("cut", fields)
                 return rows
             if self.read_note("cut") is None:
@@ -326,7 +321,7 @@ class Writer:
             key = f"{self.work}.notes/{note_name(index)}"
             if not self._storage.put_if_absent(key, note) and not self.is_finished(index):
                 self._storage.put(key, note)
-            self.shards.written(index)
+            self.handout.written(index)
 
     def write_table(self, table: pa.Table) -> None:
         """Write all rows, in shards of at least ROWS_AT_ONCE; an empty table makes one empty shard.
@@ -360,12 +355,12 @@ class Writer:
         return {
             **self.report_fields,
             **self._meter.report(self.seconds),
-            **self.shards.report(),
+            **self.handout.report(),
         }
 
     def reports(self) -> list[dict[str, Any]]:
         """Return the reports of all processes that took part, this one first."""
-        return [self.report(), *self.shards.other_reports()]
+        return [self.report(), *self.handout.other_reports()]
 
     def finish(
         self,
@@ -421,7 +416,7 @@ class Writer:
             if indices != list(range(count)) or None in self._entries:
                 problem = f"found shards {indices}, expected 0 to {count - 1}"
             # shared shards were compared under the commit lease
-            elif self.shards.is_sole and not all(map_in_threads(self._is_whole, self._entries)):
+            elif self.handout.is_sole and not all(map_in_threads(self._is_whole, self._entries)):
                 problem = "a shard is not what was written"
             else:
                 keys = (f"{self._files}/{entry.name}" for entry in self._entries)
@@ -442,7 +437,7 @@ class Writer:
             self._schema_name = kind_of(schema_module(self.kind).check(table))
 
     def publish(self, lease: Lease, metrics: dict[str, Any]) -> None:
-        """Make the version visible under the next number, and set `committed`.
+        """Publish the version under the next number, and set `committed`.
 
         Raises:
             ConflictError: the plan allows one number only, and it is taken.
@@ -545,7 +540,7 @@ class Staging:
         and the last. If a process dies in between, the first kinds stay. The same call does the
         work again (a training resumes at its last saved step) and publishes only the missing ones.
         """
-        lease = self.lease or self.last.shards.commit_lease
+        lease = self.lease or self.last.handout.commit_lease
         for writer in self.writers.values():
             writer.seal(lease)
         *first_kinds, _ = self.plan.kinds
@@ -555,7 +550,7 @@ class Staging:
             with suppress(CommittedByOther):
                 writer.publish(lease, {})
             metrics[kind] = str(writer.committed.ref)
-        if not self.last.shards.is_sole:
+        if not self.last.handout.is_sole:
             metrics["workers"] = sum(report["shards"] > 0 for report in self.last.reports())
         self.last.publish(lease, metrics)
         return self.committed
@@ -571,7 +566,7 @@ class Staging:
             if sharers:
                 raise self._busy(sharers[0], ", and shares it with others")
             for writer in self.writers.values():
-                writer.shards = SoleShards(writer)
+                writer.handout = SoleHandout(writer)
                 # half a checkpoint and its tables are not worth keeping; `.resume` stays
                 if self._force or self.last.kind == "policy":
                     writer.discard()
@@ -603,8 +598,8 @@ class Staging:
             if writer.is_committed():
                 yield
                 return
-            shards = SharedShards(writer, leases, self.worker, self.plan.patience_seconds)
-            with shards as writer.shards, self._ended_by_others():
+            shards = SharedHandout(writer, leases, self.worker, self.plan.patience_seconds)
+            with shards as writer.handout, self._ended_by_others():
                 yield
         finally:
             self._leave(presence)
@@ -642,7 +637,7 @@ class Staging:
         except OutcomeUnknownError:
             raise
         except Exception as error:
-            lease = self.lease or (self.last.shards and self.last.shards.commit_lease)
+            lease = self.lease or (self.last.handout and self.last.handout.commit_lease)
             in_work = any(place in str(error) for place in ("/.work/", "/.data/"))
             is_vanished = error_number(error) == errno.ENOENT and in_work
             if lease is not None and lease.is_held() and not is_vanished:

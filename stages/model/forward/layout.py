@@ -2,7 +2,10 @@
 
 A micro-batch is one strip of L tokens without padding, which predict n completion tokens. It is
 made of pieces: a piece is a prompt, once, followed by some of the completions that continue it.
-Their positions continue from the end of the prompt. The last id of a completion is only ever a
+Their positions continue from the end of the prompt. With `optimize.packing = "shared"` a piece has
+all completions of a group that fit into one micro-batch, so the model reads their prompt once and
+the gradients of all of them meet there. With `packed` a piece is one rollout; with `single`, too,
+and the model's own attention reads one after another. The last id of a completion is only ever a
 target, so it is not in the strip. (A row, in `rows`, is the number of a rollout.)
 
     two pieces: prompt A with completions x x x and y y y y, prompt B with completion z z
@@ -15,8 +18,8 @@ target, so it is not in the strip. (A row, in `rows`, is the number of a rollout
     target     x0 x1 x2    y0 y1 y2 y3    z0 z1        n = 9 completion tokens
     predictor   2  3  4     2  5  6  7     9 10        index of the token before the target
 
-A span is a stretch of the strip whose tokens attend to each other, and to the prefix before them if
-there is one. A rollout that is alone in its piece is one span:
+A span is a stretch of the strip. Each of its tokens attends to the prefix of the span, if there is
+one, and to the span up to itself. A rollout that is alone in its piece is one span:
 
     span       A (0-2)        x (3-4)    y (5-7)       B z (8-10)
     prefix     -              A (0-2)    A (0-2)       -
@@ -126,7 +129,7 @@ class Scoring(NamedTuple):
 class Block:
     """Spans that attend together.
 
-    `queries` [n, q] and `keys` [n, k] hold indices into the strip, one line for each span; short
+    `queries` [s, q] and `keys` [s, k] hold indices into the strip, one line for each span; short
     lines are padded with index 0. Query t of span i sees its keys 0 … prefix_lengths[i] + t, so no
     real query ever sees padding.
     """
@@ -134,14 +137,14 @@ class Block:
     queries: Tensor
     keys: Tensor
     prefix_lengths: Tensor
-    """[n]"""
+    """[s]"""
     has_no_prefix: bool
     """If true, queries and keys are the same tokens, so a plain causal mask is enough. Otherwise
     `mask` must show each span its prefix."""
     _masks: dict = field(default_factory=dict, init=False, compare=False)
 
     def mask(self, scoring: Scoring, dtype: torch.dtype) -> Tensor:
-        """Return the mask [n, 1, q, k]: 0 if a query may see a key, else −inf.
+        """Return the mask [s, 1, q, k]: 0 if a query may see a key, else −inf.
 
         Made once per micro-batch. With a window of w, a query sees only the last w of its keys, or
         those in its chunk of w. With sinks, there is one more key, the first, that each query sees.
@@ -198,9 +201,10 @@ class Runs:
     """All spans in the strip's order, for a kernel that takes sequences of any lengths."""
 
     calls: tuple[Stretches, ...]
-    """One call for each span with its own keys; if there are prefixes, a second one for each
-    prefix's keys with the queries of the spans that continue it. Empty if spans that share a prefix
-    are not neighbours in the strip: then `copied` is taken."""
+    """At most two calls. The first has all spans, each with its own keys. The second, if there are
+    prefixes, has the keys of each prefix with the queries of all spans that continue it;
+    gpu/flash.py merges the outputs. Empty if spans that share a prefix are not neighbours in the
+    strip: then `copied` is taken."""
     copied: Stretches
     """Each span with the keys of its prefix and its own, which are copied: its keys are tokens of
     `keys`."""

@@ -18,6 +18,24 @@ def test_what_is_learned_by_heart_has_the_least_reward_or_more():
     assert terms.nll_weights(Config(), batch, [0, 1, 2, 3]) is None
 
 
+def test_the_kl_is_a_mean_over_the_tokens_that_are_passed(store, policy, made):
+    """Those of a group with equal rewards are not, and do not count. By k2 it is gap² / 2."""
+    rollouts, _ = made
+    group = rollouts.table()["group_id"][0].as_py()
+    rewards = world.write_rewards(
+        store, rollouts, lambda row: 1.0 if row["group_id"] == group else world.even_share(row)
+    )
+    below = [
+        [number - 0.1 for number in row] for row in rollouts.table()["old_logprobs"].to_pylist()
+    ]
+    ref = world.write_logprobs(store, rollouts, below, "ref", policy)
+    inputs = {"policy": policy, "rollouts": rollouts, "rewards": rewards, "ref_logprobs": ref}
+    trainer = world.trainer(store, inputs, world.config(kl_estimator="k2"))
+    everyone = list(range(len(trainer.batch.groups)))
+    assert 0 < len(trainer.active) < len(everyone)
+    assert trainer.accumulate(everyone, trainer.active)["kl"] == pytest.approx(0.005, rel=1e-3)
+
+
 # -- entropy
 
 

@@ -371,7 +371,7 @@ def test_what_a_sleeper_publishes_after_gc_deleted_its_data_is_marked(bucket, mo
 def test_no_version_has_the_files_of_one_that_was_removed(bucket):
     """A process planned its work before another one published it, and began after its removal."""
     late = Plan(Store(bucket.url), "logprobs", 1, Settings(), "a", ("logprobs",))
-    assert late.attempt == 0
+    assert late.repetition == 0
     store = Store(bucket.url)
     first = commit(store)
     remove(store, first.ref)
@@ -414,7 +414,7 @@ def test_a_killed_process_leaves_work_that_another_host_goes_on_with(bucket, tmp
     monkeypatch.setattr(leases, "SECONDS_TO_LIVE", 0.05)
     store = Store(bucket.url)
     with work_on(store) as work:
-        shards = work.shards_of(2)
+        shards = work.hand_out(2)
         assert shards.unfinished() == [1]
         work.write(1, table(2))
         work.commit()

@@ -298,7 +298,7 @@ def test_equal_process_numbers_in_two_namespaces_are_two_processes(leases, short
     ) as process:
         try:
             assert process.stdout.readline() == "1\n"
-            assert leases.top("work").owner.pid == 1 and not leases.top("work").owner.is_visible
+            assert leases.top("work").owner.pid == 1 and not leases.top("work").owner.can_be_seen
             for _ in range(10):
                 assert leases.take("work") is None
                 time.sleep(0.1)
@@ -311,7 +311,7 @@ def _commit_asleep(store, queue, place):
     """Write all, and fall asleep at this place."""
     try:
         with work_on(store, share=False) as work, failing(f"{place}:signal={signal.SIGSTOP:d}"):
-            work.shards_of(2)
+            work.hand_out(2)
             write_all(work, 2)
             work.commit()
         queue.put(str(work.done.ref))

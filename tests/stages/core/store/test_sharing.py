@@ -45,7 +45,7 @@ def require_one(store):
 
 def test_one_takes_ahead_only_what_leaves_the_others_something(store):
     with work_on(store) as one, work_on(store) as two:
-        first, second = one.shards_of(4), two.shards_of(4)
+        first, second = one.hand_out(4), two.hand_out(4)
         taken = {first.take(), first.take()}
         assert len(taken) == 2 and None not in taken, "three are free, and one other is there"
         other = second.take()
@@ -58,14 +58,14 @@ def test_one_takes_ahead_only_what_leaves_the_others_something(store):
 
 def test_where_a_process_starts_follows_from_its_rank(store):
     with work_on(store) as one, work_on(store) as two, work_on(store) as three:
-        begun = {work.shards_of(9).take() for work in (one, two, three)}
+        begun = {work.hand_out(9).take() for work in (one, two, three)}
     assert begun == {0, 3, 6}
 
 
 def test_the_shard_that_was_seen_held_first_is_done_again_first(store):
     """The slow process writes its own when the version is there already."""
     with work_on(store) as slow, work_on(store, patience=0.0) as quick:
-        taken = [slow.shards_of(3).take() for _ in range(2)]
+        taken = [slow.hand_out(3).take() for _ in range(2)]
         order = []
         for index in quick.take_shards(3):
             order.append(index)
@@ -74,7 +74,7 @@ def test_the_shard_that_was_seen_held_first_is_done_again_first(store):
         quick.commit()
         slow.write(taken[0], table(2 * taken[0]))
         with pytest.raises(CommittedByOther):
-            slow.shards_of(3).wait_for_work()
+            slow.hand_out(3).wait_for_work()
     require_one(store)
 
 
@@ -83,7 +83,7 @@ def test_patience_follows_from_the_slowest_shard_of_any_process(store, monkeypat
     longer than its shards did."""
     monkeypatch.setattr(sharing, "LEAST_PATIENCE_SECONDS", 0.0)
     with work_on(store) as slow, work_on(store) as idle:
-        shards, waiting = slow.shards_of(2), idle.shards_of(2)
+        shards, waiting = slow.hand_out(2), idle.hand_out(2)
         first = shards.take()
         shards._held[first].taken_at -= 100  # so long did it take
         slow.write(first, table(2 * first))
@@ -96,17 +96,17 @@ def test_patience_follows_from_the_slowest_shard_of_any_process(store, monkeypat
 def test_the_first_of_two_shards_stays(store):
     """A slow process writes a shard that another has finished."""
     with work_on(store) as slow, work_on(store, patience=0.0) as quick:
-        assert slow.shards_of(1).take() == 0 and quick.shards_of(1).take() == 0
+        assert slow.hand_out(1).take() == 0 and quick.hand_out(1).take() == 0
         quick.write(0, table(0))
         slow.write(0, table(50))
-        assert not quick.shards.wait_for_work()
+        assert not quick.handout.wait_for_work()
         assert quick.commit().table()["rollout_id"].to_pylist() == ["r0", "r1"]
     require_one(store)
 
 
 def test_a_shard_that_a_power_loss_damaged_before_its_note_was_written_is_replaced(store):
     with pytest.raises(KeyboardInterrupt), work_on(store) as work:
-        work.shards_of(1).take()
+        work.hand_out(1).take()
         work.write(0, table(0))
         raise KeyboardInterrupt
     path = staged(store, "part-00000-*.arrow")
@@ -142,13 +142,13 @@ def test_of_two_commits_at_once_one_wins(store, ending):
     version."""
 
     def commit_too():
-        one.shards.commit_lease.release()
-        assert not two.shards.wait_for_work()
+        one.handout.commit_lease.release()
+        assert not two.handout.wait_for_work()
         two.commit()
 
     with work_on(store, patience=0.0) as two, work_on(store, patience=0.0) as one:
         write_all(one, 2)
-        two.shards_of(2)
+        two.hand_out(2)
         with asleep(ending, commit_too):
             one.commit()
         pytest.fail("it has not noticed the other")
@@ -167,7 +167,7 @@ def test_another_version_between_takes_its_number_and_nothing_else(store):
 
 def test_seconds_are_summed_and_the_total_is_the_longest(store):
     with work_on(store) as one, work_on(store) as two:
-        first, second = one.shards_of(2), two.shards_of(2)
+        first, second = one.hand_out(2), two.hand_out(2)
         one.seconds.update({"score": 2.0, "load": 0.5})
         two.seconds.update({"score": 1.0})
         one.writer._meter._started_at -= 100
@@ -227,17 +227,17 @@ def die_after(store, share, act):
 
 
 def test_shards_that_the_dead_held_are_free(store):
-    die_after(store, True, lambda work: work.shards_of(2).take())
+    die_after(store, True, lambda work: work.hand_out(2).take())
     with work_on(store) as work:
-        shards = work.shards_of(2)
+        shards = work.hand_out(2)
         assert {shards.take(), shards.take()} == {0, 1}
 
 
 def test_one_alone_knows_what_is_left_after_each_shard(store):
     """Also of a work that an earlier attempt began: what was finished then is no part of it."""
-    die_after(store, False, lambda work: (work.shards_of(4), work.write(2, table(4))))
+    die_after(store, False, lambda work: (work.hand_out(4), work.write(2, table(4))))
     with work_on(store, False) as work:
-        shards, left = work.shards_of(4), []
+        shards, left = work.hand_out(4), []
         for index in shards:
             left.append(shards.unfinished())
             work.write(index, table(2 * index))
@@ -245,7 +245,7 @@ def test_one_alone_knows_what_is_left_after_each_shard(store):
 
 
 def first_shard(work):
-    shards = work.shards_of(3)
+    shards = work.hand_out(3)
     index = shards.take()
     work.seconds["score"] = 100.0
     work.write(index, table(2 * index))
@@ -266,7 +266,7 @@ def test_what_the_dead_told_is_forgotten_where_nobody_else_lives(store):
 def test_what_was_told_stays_while_one_of_them_lives(store):
     with work_on(store) as living:
         die_after(store, True, first_shard)
-        shards = living.shards_of(3)
+        shards = living.hand_out(3)
         index = shards.take()
         living.write(index, table(2 * index))
         with work_on(store) as late:
@@ -321,7 +321,7 @@ def test_where_the_cut_is_torn_or_gone_its_shards_are_done_again(
     def write(size):
         with work_on(store, share=share) as work:
             assert work.rows_per_shard(size) == size
-            for index in work.shards_of(-(-4 // size)):
+            for index in work.hand_out(-(-4 // size)):
                 work.write(index, rows.slice(index * size, size))
                 if (size, index + 1) == (before, left):
                     raise InterruptedError
