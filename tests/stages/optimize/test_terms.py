@@ -25,11 +25,10 @@ def test_the_kl_is_a_mean_over_the_tokens_that_are_passed(store, policy, made):
     rewards = world.write_rewards(
         store, rollouts, lambda row: 1.0 if row["group_id"] == group else world.even_share(row)
     )
-    below = [
-        [number - 0.1 for number in row] for row in rollouts.table()["old_logprobs"].to_pylist()
-    ]
+    old = rollouts.table()["old_logprobs"].to_pylist()
+    below = [[number - 0.1 for number in row] for row in old]
     ref = world.write_logprobs(store, rollouts, below, "ref", policy)
-    inputs = {"policy": policy, "rollouts": rollouts, "rewards": rewards, "ref_logprobs": ref}
+    inputs = {"policy": policy, "rollouts": rollouts, "rewards": rewards, "ref": ref}
     trainer = world.trainer(store, inputs, world.config(kl_estimator="k2"))
     everyone = list(range(len(trainer.batch.groups)))
     assert 0 < len(trainer.active) < len(everyone)
