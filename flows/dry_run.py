@@ -17,12 +17,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from quiver.flows.look.words import counted
-from quiver.schemas.errors import QuiverError
+from quiver.schemas.errors import ConfigError, QuiverError
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.stage_process import one_child_for_any_stage
+from quiver.stages.core.store import Store, Version
+from quiver.stages.turns.statistics import FAILURES, first_failure
 
 from .post_train import post_train
+from .preflight import check_engines
 from .recipe import Recipe
 from .sections import merge
 
@@ -78,6 +84,10 @@ def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
         log.info("%s: rehearsed for %s in a temporary store, %s", tried.run, planned, store)
         try:
             outcome = post_train.fn(tried)
+            made = Store(store)
+            check_engines(recipe, made.open(f"{tried.run}/policy@0"))
+            for iteration in outcome["iterations"]:
+                _require_whole_episodes(tried, made.open(iteration["rollouts"]))
         except QuiverError as error:
             error.state = "the temporary store is deleted; nothing was kept."
             raise
@@ -87,11 +97,30 @@ def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
             seconds[stage] = round(seconds.get(stage, 0.0) + stage_seconds, 3)
     answer = {"dry_run": True, "run": recipe.run, "seconds": seconds}
     lines = [f"{stage} {stage_seconds:.1f} s" for stage, stage_seconds in seconds.items()]
+    engine = recipe.generate.engine
+    replaced = "" if engine == "transformers" else f", and engine transformers in place of {engine}"
     lines.append(
         f"{path} runs from end to end, with a small random model in place of "
-        f"{recipe.policy.model}; nothing was kept"
+        f"{recipe.policy.model}{replaced}; nothing was kept"
     )
     return answer, lines
+
+
+def _require_whole_episodes(recipe: Recipe, rollouts: Version) -> None:
+    """Raise ConfigError if the environment failed in an episode.
+
+    The real run stops only if no episode has a reward, and here all that end have a random one.
+    """
+    if recipe.generate.turns is None:
+        return
+    table = rollouts.table()
+    num_failed = pc.sum(pc.is_in(table["end_reason"], value_set=pa.array(FAILURES))).as_py()
+    if num_failed:
+        raise ConfigError(
+            "generate.turns.environment",
+            f"{num_failed} of {counted(len(table), 'episode')} failed: {first_failure(table)}",
+            next="correct the environment; quiver check --show --try plays its first episodes",
+        )
 
 
 def _short(sampling: dict[str, Any], ends: Sequence[str]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from quiver.stages.core.run.stage import Plan, load_stage
 from quiver.stages.core.servers import secret
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.places import is_url, locate, open_storage
-from quiver.stages.generate.engine import code_hash, engine_options
+from quiver.stages.generate.engine import code_hash, engine_options, require_decoder
 from quiver.stages.generate.options import VllmServerOptions
 from quiver.stages.logprobs.stage import require_same_tokens
 from quiver.stages.model.chat.template import read_template
@@ -106,9 +106,10 @@ def check_base(recipe: Recipe, open: Callable[[str], Version], policy: Version) 
         policy: The base model.
 
     Raises:
-        ConfigError: If adapters or the critic do not fit it.
+        ConfigError: If an engine, adapters or the critic do not fit it.
         LineageError: If the KL term's reference reads other tokens.
     """
+    check_engines(recipe, policy)
     config = recipe.optimize_config()
     find_classifier(config, open, policy)
     if config.lora and trains_here(recipe.placement):
@@ -122,6 +123,12 @@ def check_base(recipe: Recipe, open: Callable[[str], Version], policy: Version) 
         if reference.mark is None:  # An expired reference has no tokenizer left.
             config = recipe.logprobs.for_role("ref")
             require_same_tokens(config, sampler, lambda _: policy, reference)
+
+
+def check_engines(recipe: Recipe, policy: Version) -> None:
+    """Raise ConfigError if an engine of the recipe cannot sample from a model like `policy`."""
+    for evaluation in {False, recipe.data.held_out is not None}:
+        require_decoder(recipe.generate_config(1, evaluation=evaluation).engine, policy)
 
 
 def check_demands(recipe: Recipe) -> None:

@@ -20,6 +20,7 @@ from quiver.schemas.errors import ConfigError, did_you_mean, printable
 from quiver.stages.core import plugins
 from quiver.stages.core.config import Config, parse
 from quiver.stages.core.store import Version
+from quiver.stages.model import checkpoints
 from quiver.stages.model.media import Medium
 
 from .options import Sampling, ScriptedOptions, TransformersOptions, VllmOptions, VllmServerOptions
@@ -159,6 +160,16 @@ ENGINES = {
         ScriptedOptions,
     ),
 }
+
+
+def require_decoder(engine: str, policy: Version) -> None:
+    """Raise ConfigError if `engine` is one of vLLM's and the policy has an encoder."""
+    if engine in ("vllm", "vllm-server") and checkpoints.is_encoder_decoder(policy):
+        raise ConfigError(
+            f"engine {engine}",
+            f"{policy.ref} is an encoder-decoder model",
+            next='set generate.engine = "transformers"',
+        )
 
 
 def engine_options(name: str, options: dict[str, Any]) -> Config | None:

@@ -45,6 +45,7 @@ from quiver.stages.model.folder import (
     parse_object,
     text_fields,
 )
+from quiver.stages.model.weights import require_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -174,6 +175,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             log.info("making the base model by %s, once", printable(config.model))
             from_function.make(config.model, function, config.arguments, writer.folder)
             check_folder(writer.folder, config.model)
+            require_weights(writer.folder, config.model)
             move_templates_into_config(writer.folder, writer.folder)
             for path in {*writer.folder.iterdir()} - {*model_files(writer.folder)}:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -184,6 +186,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             if path.is_file():
                 convert_gguf(path, writer.folder, config.dtype)
             else:
+                require_weights(path, config.model)  # before many bytes are copied
                 for file in files:
                     if file.parent == path:
                         shutil.copyfile(file, writer.folder / file.name)

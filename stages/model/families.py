@@ -212,6 +212,9 @@ class GridProcessor:
         return {"input_ids": [[self._image_token_id] * num_features], **pixels}
 
 
+_CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForRewardModel")
+
+
 def require_trainable(folder: Path, name: str) -> None:
     """Raise ConfigError if models of this type cannot be trained.
 
@@ -220,6 +223,14 @@ def require_trainable(folder: Path, name: str) -> None:
     """
     about = parse_object((folder / "config.json").read_bytes()) or {}
     model_type = str(about.get("model_type"))
+    for architecture in about.get("architectures") or ():
+        if str(architecture).endswith(_CLASSIFIERS):
+            raise ConfigError(
+                f"model {name}",
+                f"is a classifier, {printable(architecture)}, and a policy writes tokens",
+                next="name a causal language model; a classifier can be named in reward.models or "
+                "optimize.critic_from",
+            )
     mode, reason = FAMILIES.get(model_type, ("", ""))
     # a config without model_type is left to the loader, whose error is clearer
     if mode in MODES or model_type == "None":

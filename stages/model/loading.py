@@ -43,6 +43,7 @@ from quiver.stages.model.checkpoints import (
 from quiver.stages.model.families import loader_of
 from quiver.stages.model.folder import check_folder, load_errors, says_no_memory, stored_weights
 from quiver.stages.model.mkl_warmup import make_first_calls
+from quiver.stages.model.weights import load_whole
 
 if TYPE_CHECKING:
     import torch
@@ -235,25 +236,9 @@ def read_by_linear_layers_alone(model: nn.Module) -> list[nn.Parameter]:
 def load_pretrained(loader: Any, folder: Path, name: str, **options: Any) -> PreTrainedModel:
     """Load the model in `folder` with one of transformers' Auto classes and its own attention.
 
-    Raises ConfigError about `name` if the files are not a model's or if weights are missing, which
-    transformers would fill with random numbers.
+    Raises ConfigError as `load_whole` does.
     """
-    with load_errors(name):
-        model, report = loader.from_pretrained(
-            folder,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-            **options,
-        )
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ConfigError(
-            name,
-            f"{len(missing)} weights are missing and would be random: {printable(missing[0])}",
-            next="complete its files, or name another model",
-        )
+    model = load_whole(loader, folder, name, **options)
     take_own_attention(model)
     return model
 

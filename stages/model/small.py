@@ -26,6 +26,7 @@ from .checkpoints import CARRIED_FILES, PolicyConfig, locate
 from .families import THREE_AXES, loader_of, modalities_of
 from .folder import convert_gguf
 from .shrink import shrink
+from .weights import require_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,6 +69,8 @@ def make(
                 f"{printable(error)}",
                 next="run without --dry-run",
             ) from error
+        if any(source.glob("*.safetensors")):
+            require_weights(source, model)
         _copy(CARRIED_FILES, source, folder)
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -149,6 +149,7 @@ def _add_new(config: Lora, model: PreTrainedModel, seed: int) -> int:
     ConfigError."""
     from peft import LoraConfig, inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
+    from peft.utils.error import NoMatchingPeftModuleError
 
     layers = _layers(config, model)
     peft_config = LoraConfig(
@@ -161,17 +162,21 @@ def _add_new(config: Lora, model: PreTrainedModel, seed: int) -> int:
     with torch.random.fork_rng(devices=()), _float32_in_name(model):
         # peft makes new layers on the CPU, so only the CPU's generator matters
         torch.default_generator.manual_seed(seed)
-        inject_adapter_in_model(peft_config, model, _NAME)
+        with suppress(NoMatchingPeftModuleError):  # it takes all of them for experts: see below
+            inject_adapter_in_model(peft_config, model, _NAME)
     adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    if missing := sorted(set(layers) - adapted):  # peft has names of its own for some experts
-        raise ConfigError(
-            "optimize.lora.target_modules",
-            f"peft gives no adapter to {missing[0]} of a {type(model).__name__}, and "
-            f"{len(missing) - 1} other layers",
-            next='name layers outside the experts, such as ["q_proj", "v_proj"], or leave '
-            "[optimize.lora] out",
-        )
-    return len(layers)
+    # where a family's experts are fused, peft takes layers that are called like them for experts
+    if missing := sorted(set(layers) - adapted):
+        names = sorted({name.rpartition(".")[2] for name in missing})
+        problem = f"peft gives no adapter to {len(missing)} layers of a {type(model).__name__}"
+        if config.target_modules != "all-linear" or len(missing) == len(layers):
+            raise ConfigError(
+                "optimize.lora.target_modules",
+                f"{problem}: {', '.join(names)}, which it takes for experts",
+                next='leave these names out, or set it to "all-linear"',
+            )
+        log.warning("lora: %s, which it takes for experts: %s", problem, ", ".join(names))
+    return len(layers) - len(missing)
 
 
 def _layers(config: Lora, model: PreTrainedModel) -> list[str]:

@@ -93,6 +93,7 @@ def test_the_small_model_needs_no_reference_or_classifier_of_the_recipes():
 def test_a_small_model_has_family_vocabulary_and_tokenizer(tmp_path, config):
     model, made = tmp_path / "model", tmp_path / "made"
     make_folder(model)
+    (model / "model.safetensors").unlink()
     config.save_pretrained(model)
     made.mkdir()
     small.make(made, model=str(model))
@@ -110,6 +111,7 @@ def test_a_small_model_has_family_vocabulary_and_tokenizer(tmp_path, config):
 def test_a_small_model_of_latent_attention_or_of_several_kinds_of_layers_can_read(tmp_path, family):
     model, made = tmp_path / "model", tmp_path / "made"
     make_folder(model)
+    (model / "model.safetensors").unlink()
     sizes = {"vocab_size": 320, "vocab_size_per_layer_input": 320, "pad_token_id": 0}
     CONFIG_MAPPING[family](**sizes).save_pretrained(model)
     made.mkdir()
@@ -157,6 +159,24 @@ def test_an_environment_is_asked_for_answers(tmp_path, monkeypatch):
     settings = ["data.held_out=null", "generate.turns={environment='game.py:Game'}"]
     settings += ["reward.functions=[{use='environment'}]"]
     with pytest.raises(NumericError, match=r"by environment_error, .*the dice are lost"):
+        run(Path("recipe.toml"), iterations=1, dry_run=True, settings=settings)
+    # only some of them
+    Path("game.py").write_text(
+        Path("game.py")
+        .read_text()
+        .replace("  raise", "  if len(turn.text) % 2:\n            raise")
+        + "        return {'reward': 1.0, 'done': True}\n"
+    )
+    with pytest.raises(ConfigError, match=r"of 16 episodes failed: .*the dice are lost"):
+        run(Path("recipe.toml"), iterations=1, dry_run=True, settings=settings)
+
+
+def test_an_engine_that_can_not_sample_from_the_model_is_refused(tmp_path, monkeypatch):
+    """The rehearsal takes another one."""
+    stay_here(write_recipe(tmp_path), monkeypatch)
+    make_folder(Path("encodes"), "t5")
+    settings = [*SETTINGS, "policy.model=encodes", "generate.engine=vllm"]
+    with pytest.raises(ConfigError, match="is an encoder-decoder model"):
         run(Path("recipe.toml"), iterations=1, dry_run=True, settings=settings)
 
 

@@ -34,7 +34,7 @@ from quiver.schemas.errors import ConfigError, SchemaError, printable
 from quiver.stages.core.config import parse
 from quiver.stages.core.store import Version
 from quiver.stages.generate.config import Config
-from quiver.stages.generate.engine import Completion, Request, Setup
+from quiver.stages.generate.engine import Completion, Request, Setup, require_decoder
 from quiver.stages.generate.options import VllmOptions
 from quiver.stages.model import checkpoints, vllm_env
 from quiver.stages.model.folder import stored_weights
@@ -124,12 +124,7 @@ class VllmEngine:
         self.setup = setup
         self._max_model_len = setup.max_model_len
         self.options = parse(VllmOptions, setup.options, "generate.options")
-        if checkpoints.is_encoder_decoder(setup.policy):
-            raise ConfigError(
-                "engine vllm",
-                f"{setup.policy.ref} is an encoder-decoder model",
-                next='set generate.engine = "transformers"',
-            )
+        require_decoder("vllm", setup.policy)
         build = vllm_env.prepare(
             "engine vllm", setup.device, batch_invariant=self.options.batch_invariant
         )

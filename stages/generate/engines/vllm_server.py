@@ -53,7 +53,7 @@ from quiver.schemas.errors import (
 from quiver.stages.core.client import Client, FailedError
 from quiver.stages.core.config import parse
 from quiver.stages.core.servers import read_as, root_of, secret
-from quiver.stages.generate.engine import Completion, Request, Setup
+from quiver.stages.generate.engine import Completion, Request, Setup, require_decoder
 from quiver.stages.generate.options import VllmServerOptions
 from quiver.stages.model import checkpoints
 
@@ -504,10 +504,9 @@ class VllmServerEngine:
 
 def _refuse_what_no_server_takes(setup: Setup) -> None:
     """Raise ConfigError for models and prompts that need an engine on this machine."""
+    require_decoder("vllm-server", setup.policy)
     engine = "transformers"
-    if checkpoints.is_encoder_decoder(setup.policy):
-        problem = f"{setup.policy.ref} is an encoder-decoder model"
-    elif setup.most_media:
+    if setup.most_media:
         problem = "prompts with pictures or clips are not sent to servers"
     elif setup.base is not None:
         problem = f"{setup.policy.ref} has an adapter and no weights that a server could load"

@@ -9,7 +9,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quiver.schemas.errors import (
@@ -22,7 +22,7 @@ from quiver.schemas.errors import (
 from quiver.stages.core.config import parse
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.runner import run_stage
-from quiver.stages.model import checkpoints
+from quiver.stages.model import checkpoints, small
 from quiver.stages.model.checkpoints import PolicyConfig, model_entry, save_policy
 from quiver.stages.model.folder import NAMED_TEMPLATES, PROCESSOR_FILES, check_folder
 from quiver.stages.model.loading import load_model
@@ -87,7 +87,7 @@ def test_a_config_may_lack_what_only_some_stages_need(store, folder):
     config = json.loads((folder / "config.json").read_text())
     del config["vocab_size"]
     (folder / "config.json").write_text(json.dumps({**config, "text_config": None}))
-    version = imported(store, folder)
+    version = small.import_without_weights(PolicyConfig(model=str(folder)), store, "a")
     assert checkpoints.context_length(version) == 256
     with pytest.raises(ConfigError, match="vocab_size is None"):
         checkpoints.vocabulary_size(version)
@@ -518,3 +518,40 @@ def test_a_function_that_is_not_there(store, source, tmp_path):
         imported(store, f"{tmp_path}/nowhere.py:prepare")
     with pytest.raises(ConfigError, match=r"arguments are for a function.*model is 'some/model'"):
         parse(PolicyConfig, {"model": "some/model", "arguments": {"seed": 1}}, "policy")
+
+
+# -- weights that are not there
+
+
+def add_head(folder, head):
+    """Store an output embedding beside the input embedding that config.json ties it to."""
+    weights = {**load_file(folder / WEIGHTS), "lm_head.weight": head}
+    save_file(weights, folder / WEIGHTS, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem", "next"),
+    [
+        ({"tie_word_embeddings": False}, "1 weights are missing", "tie_word_embeddings = true"),
+        ({}, "two different ones: lm_head.weight and model", "tie_word_embeddings = false"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "is a classifier", "reward.models"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused_before_it_is_copied(
+    store, tmp_path, fields, problem, next
+):
+    make_folder(tmp_path)
+    change(tmp_path / "config.json", **fields)
+    if not fields:
+        add_head(tmp_path, torch.ones(320, 32))
+    with pytest.raises(ConfigError, match=problem) as caught:
+        imported(store, tmp_path)
+    assert next in caught.value.next
+
+
+def test_a_head_that_is_stored_beside_the_embedding_that_it_is_tied_to_is_taken(store, tmp_path):
+    make_folder(tmp_path)
+    tied = load_file(tmp_path / WEIGHTS)["model.embed_tokens.weight"].clone()
+    add_head(tmp_path, tied)
+    model = load_model(imported(store, tmp_path), dtype=torch.float32)
+    assert torch.equal(model.lm_head.weight, tied)

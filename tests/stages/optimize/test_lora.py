@@ -310,11 +310,14 @@ def test_a_router_of_experts_gets_no_adapter(store, tmp_path, kind):
         require_layers(Lora(target_modules=["router"]), policy)
 
 
-def test_layers_are_checked_without_the_weights(store, tmp_path, policy):
+def test_layers_are_checked_without_the_weights(store, tmp_path, policy, caplog):
     """Of experts, to which peft gives adapters of its own, and of a name that is none."""
     experts = experts_policy(store, tmp_path, "deepseek_v3")
-    with pytest.raises(ConfigError, match="peft gives no adapter to"):
+    with pytest.raises(ConfigError, match=r"no adapter to . layers .*: down_proj, which"):
+        require_layers(Lora(target_modules=["down_proj"]), experts)
+    with caplog.at_level("WARNING"):
         require_layers(Lora(**SMALL), experts)
+    assert "peft gives no adapter to" in caplog.text, "the others get one"
     require_layers(Lora(target_modules=["q_b_proj"]), experts)
     with pytest.raises(ConfigError, match=r"no linear layer inside the model.*mean q_proj\?"):
         require_layers(Lora(target_modules=["q_porj"]), policy)

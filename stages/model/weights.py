@@ -1,0 +1,100 @@
+"""Whether a model's files hold all of its weights, told without reading them.
+
+    require_weights(Path("path/to/model"), "path/to/model")      # reads the files' headers
+
+Importing this module does not import torch.
+
+Not of the spine: the import of a base model asks it once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quiver.schemas.errors import ConfigError, printable
+
+from .families import loader_of, modalities_of
+from .folder import load_errors, stored_weights
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+
+def load_whole(loader: Any, folder: Path, name: str, **options: Any) -> PreTrainedModel:
+    """Load the model in `folder` with one of transformers' Auto classes.
+
+    Raises ConfigError about `name` if the files are not a model's or if weights are missing, which
+    transformers would fill with random numbers.
+    """
+    with load_errors(name):
+        model, report = loader.from_pretrained(
+            folder,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        head = model.get_output_embeddings()
+        is_head = head is not None and missing == [f"{_name_of(model, head)}.weight"]
+        tied = ", set tie_word_embeddings = true in its config.json if it has no head of its own"
+        raise ConfigError(
+            name,
+            f"{len(missing)} weights are missing and would be random: {printable(missing[0])}",
+            next=f"complete its files{tied if is_head else ''}, or name another model",
+        )
+    return model
+
+
+def require_weights(folder: Path, name: str) -> None:
+    """Raise ConfigError about `name` if weights of a base model are missing, or if its config ties
+    two embeddings that differ. Of the embeddings all is read, of other weights the headers alone.
+
+    A quantized model is left to its loader, which may need a GPU.
+    """
+    from transformers import AutoConfig
+
+    with load_errors(name):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if getattr(config, "quantization_config", None):
+        return
+    fields = config.to_dict()
+    with load_errors(name):
+        loader = loader_of(fields, modalities_of(fields))
+    model = load_whole(loader, folder, name, device_map="meta")
+    if getattr(config.get_text_config(), "tie_word_embeddings", config.tie_word_embeddings):
+        _require_equal_embeddings(model, folder, name)
+
+
+def _require_equal_embeddings(model: PreTrainedModel, folder: Path, name: str) -> None:
+    """Raise ConfigError if the files hold an output embedding other than the input embedding.
+
+    Programs disagree on such a model: transformers reads both, vLLM the input embedding alone.
+    """
+    import torch
+    from safetensors import safe_open
+
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = {f"{_name_of(model, module)}.weight" for module in both if module is not None}
+    if len(names) < 2 or not names <= stored_weights(folder).keys():
+        return
+    matrices = []
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as tensors:
+            matrices += [tensors.get_tensor(key) for key in tensors.keys() if key in names]  # noqa: SIM118  not a dict
+    if not torch.equal(*matrices):
+        raise ConfigError(
+            name,
+            f"its config.json ties the embeddings, and its files hold two different ones: "
+            f"{' and '.join(sorted(names))}",
+            next="set tie_word_embeddings = false in its config.json, or delete the wrong one",
+        )
+
+
+def _name_of(model: PreTrainedModel, wanted: nn.Module) -> str:
+    """Return the name of a module inside `model`; empty if it is not there."""
+    return next((name for name, module in model.named_modules() if module is wanted), "")
