@@ -199,6 +199,13 @@ def parse(
         raise _explain(cls, error, name, name.split(".") if is_section else []) from None
 
 
+_EXPECTED = {
+    **dict.fromkeys(("model_type", "dict_type"), "expected a table of keys"),
+    **dict.fromkeys(("tuple_type", "list_type"), "expected a list"),
+}
+"""Words for pydantic's types of errors whose own words name Python's types."""
+
+
 def _explain(
     cls: type[BaseModel], error: ValidationError, name: str, prefix: list[str]
 ) -> ConfigError:
@@ -225,7 +232,8 @@ def _explain(
             problem = cause.message  # it names its keys itself
             _, _, key = cause.next.partition("quiver keys ")
         else:
-            message = cause.message if isinstance(cause, ConfigError) else entry["msg"]
+            expected = _EXPECTED.get(entry["type"], entry["msg"])
+            message = cause.message if isinstance(cause, ConfigError) else expected
             problem = printable(message.removeprefix("Value error, "))
             if entry["type"] in ("tuple_type", "list_type") and isinstance(entry["input"], dict):
                 problem = f"is one table, expected a list of them: write [[{key}]]"

@@ -112,7 +112,7 @@ def test_a_file_of_overrides(tmp_path):
         '{"author": "ada", "author": "bob"}': "a key occurs twice",
         '{"author": "ada", "reason": "x", "overrides": {"a": NaN}}': "NaN is not JSON",
         '{"autor": "ada", "reason": "x", "overrides": {"a": 1}}': "did you mean author",
-        "[]": "valid dictionary",
+        "[]": "a table of keys",
         "{": "is not JSON",
     }
     for text, told in wrong.items():
