@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quiver.schemas.errors import ConfigError, printable
 
 from .families import loader_of, modalities_of
-from .folder import load_errors, stored_weights
+from .folder import load_errors, parse_object, stored_weights, text_fields
 
 if TYPE_CHECKING:
     from torch import nn
@@ -60,13 +60,14 @@ def require_weights(folder: Path, name: str) -> None:
 
     with load_errors(name):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if getattr(config, "quantization_config", None):
-        return
-    fields = config.to_dict()
-    with load_errors(name):
+        if getattr(config, "quantization_config", None):
+            return
+        fields = config.to_dict()
         loader = loader_of(fields, modalities_of(fields))
     model = load_whole(loader, folder, name, device_map="meta")
-    if getattr(config.get_text_config(), "tie_word_embeddings", config.tie_word_embeddings):
+    written = parse_object((folder / "config.json").read_bytes()) or {}
+    said = {about.get("tie_word_embeddings") for about in (written, text_fields(written))}
+    if said - {None} == {True} and not config.is_encoder_decoder:
         _require_equal_embeddings(model, folder, name)
 
 
@@ -79,14 +80,17 @@ def _require_equal_embeddings(model: PreTrainedModel, folder: Path, name: str) -
     from safetensors import safe_open
 
     both = (model.get_input_embeddings(), model.get_output_embeddings())
-    names = {f"{_name_of(model, module)}.weight" for module in both if module is not None}
-    if len(names) < 2 or not names <= stored_weights(folder).keys():
+    names = [f"{_name_of(model, module)}.weight" for module in both if module is not None]
+    can_tie = len(names) == 2 and names[1] in (model._tied_weights_keys or ())
+    if not can_tie or not stored_weights(folder).keys() >= set(names):
         return
-    matrices = []
+    matrices = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as tensors:
-            matrices += [tensors.get_tensor(key) for key in tensors.keys() if key in names]  # noqa: SIM118  not a dict
-    if not torch.equal(*matrices):
+            for key in names:
+                if key in tensors.keys():  # noqa: SIM118  not a dict
+                    matrices[key] = tensors.get_tensor(key)
+    if not torch.equal(*matrices.values()):
         raise ConfigError(
             name,
             f"its config.json ties the embeddings, and its files hold two different ones: "
