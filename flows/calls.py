@@ -84,9 +84,11 @@ class _Run:
         )
 
     def with_files(self, ref: str | list[str]) -> str | list[str]:
-        """Return a reference to the version with its files, which is made again if they expired.
+        """Return a reference whose files can be read: `ref`, if it or its repeat has them (a later
+        version of the same content, which opening `ref` then gives), else that of a version made
+        again.
 
-        Raises LineageError if that is not possible.
+        Raises LineageError if none can be made.
         """
         if isinstance(ref, list):
             return [self.with_files(single) for single in ref]
@@ -96,7 +98,7 @@ class _Run:
         if ref in self.again:
             return self.again[ref]().ref
         try:
-            return str(store.resolve(ref))
+            return str(store.resolve(ref))  # raises the error that says what is gone
         except LineageError as error:
             error.next = "quiver run RECIPE --from optimize"
             raise

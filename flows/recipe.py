@@ -80,7 +80,8 @@ class Recipe(Config):
     overlap: int = Field(0, ge=0, le=1)
     """1: while an iteration optimizes, the next one samples and scores with the policy that the
     former starts from. From the second iteration on, rollouts are then one policy old, which their
-    saved logprobs correct. 0: one after another; `quiver nightly` always does this."""
+    saved logprobs correct. The audit judges them only if `logprobs.prox` is set. 0: one after
+    another; `quiver nightly` always does this."""
     report_url: str | None = Field(None, pattern=r"^https?://")
     """URL under which the store's folder is served, so that Prefect's pages can link to the run's
     report. Default: a link for this host."""

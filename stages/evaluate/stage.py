@@ -1,10 +1,10 @@
 """evaluate: turn scored held-out rollouts into evaluations/1, with score, standard error and pass@k
 in the manifest.
 
-An answer without a score that was cut by a limit counts by the rule `unscored`, by default as 0.
-All other null scores are left out of every estimate and counted; if all are null, the stage fails.
-With a `baseline`, an evaluation on the same prompts, the difference to it is estimated prompt by
-prompt.
+An answer that was cut by a limit and has no score, although no scorer failed, counts by the rule
+`unscored`, by default as 0. All other null scores are left out of every estimate and counted; if
+all are null, the stage fails. With a `baseline`, an evaluation on the same prompts, the difference
+to it is estimated prompt by prompt.
 
 The word `baseline` has three uses:
 

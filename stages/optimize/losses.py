@@ -12,7 +12,8 @@ Policies whose logprobs appear, all of the sampled tokens:
     prox      the proximal policy, by the trainer's numerics: the one that sampled (`prox_of` =
               "behaviour"), or that the training starts from ("start")
     anchor    the denominator of the ratio r = exp(logprobs − anchor): prox if given, else old
-    ref       the reference of the KL term
+    ref       the reference of the KL, which is a term of the loss or, with `kl_in_reward`, is
+              subtracted from the reward as old − ref
 
 Without prox logprobs a training is refused if `prox_of` is "start" or sampling was biased
 (checks.py), or if the audit finds a tight clip bound within ten times the engine's noise

@@ -7,7 +7,8 @@ that is trained.
 
 Refused: rollouts of any other policy, rewards or logprobs that do not name exactly these rollouts,
 greedy rows, biased sampling (unless `allow_biased_sampling`, with proximal logprobs), a KL term
-without reference logprobs, and logprobs that the trainer cannot reproduce (the audit).
+without reference logprobs, and logprobs of the starting policy that the trainer cannot reproduce
+(the audit).
 
 It writes three versions under one run key: advantages, updates and, last, the policy with its
 optimizer state. The weights on disk have `save_dtype`: bfloat16 after training in `bf16`, and then

@@ -6,10 +6,11 @@ The model's weights stay in float32, or in bfloat16 with precision `bf16_stochas
 `optimizer`). A step whose loss or gradient is not finite is skipped on every rank; three in a row
 stop the stage. Nothing here knows of the store.
 
-Before the first update, the audit compares the trainer's logprobs of the sampled tokens with
-`old_logprobs`, the engine's. The mean over tokens of |trainer − old| may be at most
-`audit.max_mean_gap`; audit.py has the other bounds. Beyond a bound, NumericError stops the training
-before any weight changes. `Trainer.prepare` says which rollouts are compared.
+Before the first update, the audit compares the trainer's logprobs of tokens that the starting
+policy sampled with `old_logprobs`, the engine's; it only measures rollouts of older policies. The
+mean over tokens of |trainer − old| may be at most `audit.max_mean_gap`; audit.py has the other
+bounds. Beyond a bound, NumericError stops the training before any weight changes. `Trainer.prepare`
+says which rollouts are compared.
 
     trainer = Trainer(config, model, batch, algorithm, make_accelerator(config))
     trainer.prepare()              # a critic's values, the audit
@@ -231,6 +232,7 @@ class Trainer(SavedState):
         sampled = torch.ones(len(self.batch.old_logprobs), dtype=torch.bool)
         cut = self.batch.cut & self.config.bootstrap_length
         if bool(cut.any()):
+            # one more id a cut rollout, so that the pass also gives the value after its last token
             sequences, sampled = critic.with_next_state(sequences, cut)
         # Under this flag the policy puts each token's collision probability in place of entropy.
         self.policy.entropy_is_collision = True

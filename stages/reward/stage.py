@@ -1,5 +1,5 @@
 """reward: turn rollouts into rewards/1 by the functions, models and servers of a recipe. Null means
-"not scored", never 0.
+"not scored", never 0 (evaluate has a rule of its own for answers that a limit cut).
 
 Prompts are found through the rollouts' manifest and joined by group_id. The scorers are functions,
 which run in processes of their own (`pool`), models, which run in this process (`models`), and

@@ -23,7 +23,8 @@ A stage may also have
 
     resolve(config) -> config                   read what the recipe names outside the store, once
                                                 (called by `plan`, and by `Recipe.resolved`)
-    check(config, columns, prompts)             try out what `make` will need (`check_stages`)
+    check(config, columns, prompts)             try out what `make` will need (`check_stages`, and
+                                                `quiver check`)
     import_ahead(config)                        import what `make` needs, before its call arrives
                                                 (the child process)
     accept(plan, version)                       refuse a finished version for a key of the config
@@ -32,9 +33,11 @@ A stage may also have
     SHARED = True                               equal calls may divide its shards among them
     RANKS = True                                the ranks of torch.distributed do one call together
 
-The user's code that a config names is hashed in each `plan`, and reward's models too, so that a
-function edited during a run makes a new version. Processes that share (SHARED) all have writers,
-and one of them publishes. Of ranks (RANKS) only rank 0 has writers.
+Code of rewards, engines and environments is hashed in each `plan`, and reward's models too, so that
+a function edited during a run makes a new version. A user's algorithm, or a function that makes
+rows or the base model, is hashed once, by `resolve`; if it has changed since, `make` raises
+ConfigError. Processes that share (SHARED) all have writers, and one of them publishes. Of ranks
+(RANKS) only rank 0 has writers.
 
 `check` is called before the first rollouts are paid for, and again if later prompts have another
 form. It takes no plan, because the plan of reward names rollouts and the plan of optimize names

@@ -90,7 +90,8 @@ class Plan:
 
         It is the number of versions with this run key. If a user deleted a version's folder by
         hand, that is too small, and in a bucket a later version may name those files; so it is
-        also above the repetition that each version's `place` names.
+        also above the repetition that each manifest's `place` names (its folder in `.data`,
+        `KEY.REPETITION` or `KEY.REPETITION.WORKER`; empty on a disk).
         """
         numbers = listing.find(self.run_key)
         repetitions = [len(numbers)]

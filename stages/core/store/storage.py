@@ -130,8 +130,9 @@ class Storage(Protocol):
     ) -> bool:
         """Publish the objects below `work`, with this manifest, as the version `target`.
 
-        On a disk one rename moves them there. In a bucket they stay, and one request creates the
-        manifest, if it is absent.
+        On a disk one rename moves them to a folder that no other process writes, where the manifest
+        is added; a second one makes that the version. In a bucket they stay, and one request
+        creates the manifest, if it is absent.
 
         Args:
             work: prefix of the unfinished work in `data_folder`, listed at the top of `writer`.

@@ -295,7 +295,9 @@ def make_layout(pieces: Sequence[Piece], sequences: Sequences, *, varlen: bool =
     prompt_ends = np.repeat(completion_starts[first_rollouts], counts)
     at_prompts = of_prompts, completion_starts[first_rollouts] - prompt_lengths
     predictors = after.predictors + np.repeat(completion_starts, target_counts)
-    # -1: a first target follows the prompt, which stands once before the piece's completions
+    # `after.predictors` count from the start of a completion's segment. -1 is the token before it,
+    # the prompt's last, which stands once before the piece's completions. A first target has
+    # another predictor only if its turn has a rewritten history.
     firsts = _starts(target_counts)
     follows_prompt = after.predictors[firsts] < 0
     predictors[firsts[follows_prompt]] = prompt_ends[follows_prompt] - 1
