@@ -165,6 +165,6 @@ def _run_together(call: Call, count: int, on_line: Callable[[str], None]) -> Out
         # it.
         wait(at_work, timeout=_SECONDS_TO_LEAVE)
     ended = [process for process in processes if process.done() and not process.exception()]
-    if all(process.result().cached for process in ended):  # none of them committed it
+    if all(process.result().cached for process in ended):  # none that ended well committed it
         return outcome
     return replace(outcome, cached=False, seconds=round(time.monotonic() - started_at, 3))

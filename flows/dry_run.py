@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.flows.look.words import counted
-from quiver.schemas.errors import ConfigError, QuiverError
+from quiver.schemas.errors import ConfigError, QuiverError, printable
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.stage_process import one_child_for_any_stage
 from quiver.stages.core.store import Store, Version
@@ -70,6 +70,7 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
     original = {name: getattr(recipe.policy, name) for name in ("model", "revision", "arguments")}
     sections["policy"] = {"model": SMALL_MODEL, "arguments": original}
     sections["placement"] = {"python": recipe.placement.python}
+    sections["retention"] = {}  # All is looked at afterwards.
     return parse(Recipe, sections, "--dry-run")
 
 
@@ -86,8 +87,8 @@ def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
             outcome = post_train.fn(tried)
             made = Store(store)
             check_engines(recipe, made.open(f"{tried.run}/policy@0"))
-            for iteration in outcome["iterations"]:
-                _require_whole_episodes(tried, made.open(iteration["rollouts"]))
+            for rollouts in made.versions(kind="rollouts"):
+                _require_whole_episodes(tried, rollouts)
         except QuiverError as error:
             error.state = "the temporary store is deleted; nothing was kept."
             raise
@@ -97,8 +98,9 @@ def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
             seconds[stage] = round(seconds.get(stage, 0.0) + stage_seconds, 3)
     answer = {"dry_run": True, "run": recipe.run, "seconds": seconds}
     lines = [f"{stage} {stage_seconds:.1f} s" for stage, stage_seconds in seconds.items()]
-    engine = recipe.generate.engine
-    replaced = "" if engine == "transformers" else f", and engine transformers in place of {engine}"
+    both = {recipe.generate_config(1, evaluation=evaluation).engine for evaluation in (False, True)}
+    engines = " and ".join(sorted(both - {"transformers"}))
+    replaced = f", and engine transformers in place of {engines}" if engines else ""
     lines.append(
         f"{path} runs from end to end, with a small random model in place of "
         f"{recipe.policy.model}{replaced}; nothing was kept"
@@ -116,10 +118,11 @@ def _require_whole_episodes(recipe: Recipe, rollouts: Version) -> None:
     table = rollouts.table()
     num_failed = pc.sum(pc.is_in(table["end_reason"], value_set=pa.array(FAILURES))).as_py()
     if num_failed:
+        why = printable(first_failure(table) or "unknown")
         raise ConfigError(
-            "generate.turns.environment",
-            f"{num_failed} of {counted(len(table), 'episode')} failed: {first_failure(table)}",
-            next="correct the environment; quiver check --show --try plays its first episodes",
+            f"generate.turns {printable(', '.join(recipe.generate.turns.sources))}",
+            f"{num_failed} of {counted(len(table), 'episode')} failed: {why}",
+            next="correct it; quiver check RECIPE --try lets it answer a made-up turn",
         )
 
 

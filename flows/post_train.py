@@ -134,7 +134,7 @@ class Chain:
     ) -> list[Iteration]:
         """Run the iterations from number `first` to the recipe's last; return them, oldest first.
 
-        A night and the best cells of a sweep begin after the first one.
+        A night, and the best cells of a sweep, begin after iteration 1.
 
         Args:
             policy: The policy that iteration `first` improves.

@@ -128,7 +128,9 @@ def check_base(recipe: Recipe, open: Callable[[str], Version], policy: Version) 
 def check_engines(recipe: Recipe, policy: Version) -> None:
     """Raise ConfigError if an engine of the recipe cannot sample from a model like `policy`."""
     for evaluation in {False, recipe.data.held_out is not None}:
-        require_decoder(recipe.generate_config(1, evaluation=evaluation).engine, policy)
+        section = "evaluate.generate" if evaluation else "generate"
+        engine = recipe.generate_config(1, evaluation=evaluation).engine
+        require_decoder(engine, policy, section)
 
 
 def check_demands(recipe: Recipe) -> None:

@@ -54,7 +54,7 @@ def clean_up(path: str, run: str, retention: Retention, policy: str | None = Non
     try:
         store = Store(path, create=False)
         for ref, summary in store.summaries(run, "policy"):  # By number, so parents come first.
-            if summary.source("policy") in spared and not is_of_sweep(summary.note):
+            if summary.trained_from in spared and not is_of_sweep(summary.note):
                 spared.add(str(ref))
         seconds = retention.grace_hours * 3600
         rule = Rule(retention.keep, retention.moments, seconds, runs, tuple(spared))

@@ -4,7 +4,7 @@
 |---|---|---|
 | rollout_id, group_id | string | joined by id, never by position |
 | reward | float32, null | weighted, clipped sum, and overlong penalty; null: failed, or no number |
-| parts | struct<float32, null> | a field per scorer, before its weight, and the penalty; or null |
+| parts | struct<float32, null> | one field per scorer, before its weight, and the penalty |
 | errors | struct<string, null> | one field per scorer: why it failed; null = it did not |
 | extra | struct<string, null> | only if a scorer gives more than the number: that, as JSON text |
 

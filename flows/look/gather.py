@@ -265,9 +265,9 @@ def ends_of(store: Store, run: str) -> list[str]:
     swept: set[str] = set()
     for version, summary in store.with_expired().summaries(run, "policy"):  # parents first
         if summary.error:
-            store.version(version).manifest  # noqa: B018  raises CorruptError
+            raise CorruptError(str(version), summary.error)
         ref = str(version)
-        parent = summary.source("policy")
+        parent = summary.trained_from
         continues = parent in lengths
         if is_of_sweep(summary.note):
             swept.add(ref)

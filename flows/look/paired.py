@@ -23,7 +23,7 @@ from quiver.schemas.refs import Ref, check_name, parse
 from quiver.stages.core.lineage import pair_prompts, prompts_of
 from quiver.stages.core.run.stage import is_made_alike
 from quiver.stages.core.store import Store, Version, marks
-from quiver.stages.core.store.listing import EXPIRED, REMOVED
+from quiver.stages.core.store.listing import EXPIRED, REMOVED, is_of_sweep
 
 from .joined import Joined, open_joined
 
@@ -150,8 +150,8 @@ def find_evaluations(store: Store, first: str, second: str) -> tuple[Version, Ve
 
 
 def _newest_first(store: Store, name: str) -> Iterator[Version]:
-    """Yield the evaluations that `name` refers to, at least one. Raises LineageError if there is
-    none."""
+    """Yield the evaluations that `name` refers to, at least one; those of sweeps last. Raises
+    LineageError if there is none."""
     if "/" not in name:
         if store.numbers(check_name(name, "run"), "evaluations"):
             yield store.open(f"{name}/evaluations@latest")
@@ -175,7 +175,11 @@ def _newest_first(store: Store, name: str) -> Iterator[Version]:
     ]
     if not evaluations:
         raise _no_evaluation(store, str(policy), store.runs(), str(policy))
-    yield from sorted(evaluations, key=lambda each: each.manifest.created, reverse=True)
+
+    def place(evaluation: Version) -> tuple[bool, str]:
+        return not is_of_sweep(evaluation.manifest.note), evaluation.manifest.created
+
+    yield from sorted(evaluations, key=place, reverse=True)
 
 
 def _no_evaluation(

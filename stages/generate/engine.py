@@ -162,13 +162,14 @@ ENGINES = {
 }
 
 
-def require_decoder(engine: str, policy: Version) -> None:
-    """Raise ConfigError if `engine` is one of vLLM's and the policy has an encoder."""
+def require_decoder(engine: str, policy: Version, section: str = "generate") -> None:
+    """Raise ConfigError if `engine` is one of vLLM's and the policy has an encoder. `section` of a
+    recipe names the engine."""
     if engine in ("vllm", "vllm-server") and checkpoints.is_encoder_decoder(policy):
         raise ConfigError(
             f"engine {engine}",
             f"{policy.ref} is an encoder-decoder model",
-            next='set generate.engine = "transformers"',
+            next=f'set {section}.engine = "transformers"',
         )
 
 

@@ -1,6 +1,6 @@
 """Collect finished rows, in any order, and write each shard as soon as its last row is finished.
 
-The shard size is a runtime setting. The shards of an unfinished attempt keep their size, so a
+The shard size is a runtime setting. The shards of unfinished work keep their size, so a
 restart with another size still uses them, and so does every process that shares the work.
 """
 

@@ -3,8 +3,8 @@
 A policy version (a checkpoint) is a Hugging Face model directory that vLLM and transformers load
 directly. What is not the model itself is in folders, because vLLM reads every *.safetensors at the
 top: `optimizer/` (its state), `adapter/` (LoRA), `value_head/` or `critic/` (the critic). If so
-configured, there are no weights at the top: they are then those of another version, the base, plus
-the adapter (see `loading`). Pickled weights and code inside a model are refused.
+configured, there are no weights at the top: the model is then the weights of another version, the
+base, plus the adapter (see `loading`). Pickled weights and code inside a model are refused.
 
     ref = run_stage("policy", {"model": "path/to/model"}, store, into="arith")     # arith/policy@0
     tokenizer = load_tokenizer(store.open(ref))
@@ -175,7 +175,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             log.info("making the base model by %s, once", printable(config.model))
             from_function.make(config.model, function, config.arguments, writer.folder)
             check_folder(writer.folder, config.model)
-            require_weights(writer.folder, config.model)
+            require_trainable(writer.folder, config.model)
+            require_weights(writer.folder, f"model {config.model}")
             move_templates_into_config(writer.folder, writer.folder)
             for path in {*writer.folder.iterdir()} - {*model_files(writer.folder)}:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -186,7 +187,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             if path.is_file():
                 convert_gguf(path, writer.folder, config.dtype)
             else:
-                require_weights(path, config.model)  # before many bytes are copied
+                require_weights(path, f"model {config.model}")  # before many bytes are copied
                 for file in files:
                     if file.parent == path:
                         shutil.copyfile(file, writer.folder / file.name)

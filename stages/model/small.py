@@ -41,7 +41,7 @@ def make(
 ) -> None:
     """Write a small random model of the same family as `model`, named as in policy.model.
 
-    Raises ConfigError if its family cannot be made small.
+    Raises ConfigError if its family cannot be made small, or if weights of `model` are missing.
     """
     import torch
     from transformers import AutoConfig
@@ -70,7 +70,7 @@ def make(
                 next="run without --dry-run",
             ) from error
         if any(source.glob("*.safetensors")):
-            require_weights(source, model)
+            require_weights(source, f"model {model}")
         _copy(CARRIED_FILES, source, folder)
 
 

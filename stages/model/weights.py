@@ -1,10 +1,11 @@
-"""Whether a model's files hold all of its weights, told without reading them.
+"""Checks that a model's files hold all of its weights.
 
-    require_weights(Path("path/to/model"), "path/to/model")      # reads the files' headers
+    require_weights(Path("path/to/model"), "path/to/model")      # reads little more than headers
 
 Importing this module does not import torch.
 
-Not of the spine: the import of a base model asks it once.
+Not of the spine: the import of a base model and `--dry-run` call `require_weights`; `loading` calls
+`load_whole`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quiver.schemas.errors import ConfigError, printable
 
 from .families import loader_of, modalities_of
-from .folder import load_errors, parse_object, stored_weights, text_fields
+from .folder import PROCESSOR_FILES, load_errors, parse_object, stored_weights, text_fields
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,23 +53,22 @@ def load_whole(loader: Any, folder: Path, name: str, **options: Any) -> PreTrain
 
 def require_weights(folder: Path, name: str) -> None:
     """Raise ConfigError about `name` if weights of a base model are missing, or if its config ties
-    two embeddings that differ. Of the embeddings all is read, of other weights the headers alone.
+    two embeddings that differ.
 
-    A quantized model is left to its loader, which may need a GPU.
+    Embeddings that are tied and stored twice are read; of other weights only the headers are. A
+    quantized model is left to its loader, which may need a GPU.
     """
-    from transformers import AutoConfig
-
-    with load_errors(name):
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if getattr(config, "quantization_config", None):
-            return
-        fields = config.to_dict()
-        loader = loader_of(fields, modalities_of(fields))
-    model = load_whole(loader, folder, name, device_map="meta")
     written = parse_object((folder / "config.json").read_bytes()) or {}
+    if "quantization_config" in written:
+        return
+    has_processor = any((folder / file).is_file() for file in PROCESSOR_FILES)
+    with load_errors(name):
+        loader = loader_of(written, modalities_of(written) if has_processor else [])
+    model = load_whole(loader, folder, name, device_map="meta")
     said = {about.get("tie_word_embeddings") for about in (written, text_fields(written))}
-    if said - {None} == {True} and not config.is_encoder_decoder:
-        _require_equal_embeddings(model, folder, name)
+    if said - {None} == {True} and not written.get("is_encoder_decoder"):
+        with load_errors(name):
+            _require_equal_embeddings(model, folder, name)
 
 
 def _require_equal_embeddings(model: PreTrainedModel, folder: Path, name: str) -> None:
@@ -81,7 +81,7 @@ def _require_equal_embeddings(model: PreTrainedModel, folder: Path, name: str) -
 
     both = (model.get_input_embeddings(), model.get_output_embeddings())
     names = [f"{_name_of(model, module)}.weight" for module in both if module is not None]
-    can_tie = len(names) == 2 and names[1] in (model._tied_weights_keys or ())
+    can_tie = len(names) == 2 and names[1] in model.all_tied_weights_keys
     if not can_tie or not stored_weights(folder).keys() >= set(names):
         return
     matrices = {}

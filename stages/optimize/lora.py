@@ -26,7 +26,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,10 +148,8 @@ def _add_new(config: Lora, model: PreTrainedModel, seed: int) -> int:
     """Freeze `model` and add new adapters in place; return how many layers got one. Raises
     ConfigError."""
     from peft import LoraConfig, inject_adapter_in_model
-    from peft.tuners.lora import LoraLayer
-    from peft.utils.error import NoMatchingPeftModuleError
 
-    layers = _layers(config, model)
+    layers = _without_experts(config, model, _layers(config, model))
     peft_config = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -162,21 +160,37 @@ def _add_new(config: Lora, model: PreTrainedModel, seed: int) -> int:
     with torch.random.fork_rng(devices=()), _float32_in_name(model):
         # peft makes new layers on the CPU, so only the CPU's generator matters
         torch.default_generator.manual_seed(seed)
-        with suppress(NoMatchingPeftModuleError):  # it takes all of them for experts: see below
-            inject_adapter_in_model(peft_config, model, _NAME)
-    adapted = {name for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-    # where a family's experts are fused, peft takes layers that are called like them for experts
-    if missing := sorted(set(layers) - adapted):
-        names = sorted({name.rpartition(".")[2] for name in missing})
-        problem = f"peft gives no adapter to {len(missing)} layers of a {type(model).__name__}"
-        if config.target_modules != "all-linear" or len(missing) == len(layers):
-            raise ConfigError(
-                "optimize.lora.target_modules",
-                f"{problem}: {', '.join(names)}, which it takes for experts",
-                next='leave these names out, or set it to "all-linear"',
-            )
-        log.warning("lora: %s, which it takes for experts: %s", problem, ", ".join(names))
-    return len(layers) - len(missing)
+        inject_adapter_in_model(peft_config, model, _NAME)
+    return len(layers)
+
+
+def _without_experts(config: Lora, model: PreTrainedModel, layers: list[str]) -> list[str]:
+    """Return the `layers` that peft adapts as they are.
+
+    If a family's experts are fused into one tensor, peft takes every layer that is called like one
+    of theirs for an expert, the dense ones too, and would adapt that tensor instead. Such layers
+    get no adapter. Raises ConfigError if the recipe names them."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    tried = LoraConfig(target_modules=layers)
+    try:
+        convert_peft_config_for_transformers(tried, model, None)
+        left = [name for name in layers if name in tried.target_modules]
+    except ValueError:  # only one of two layers that would be fused
+        left = []
+    if len(left) == len(layers):
+        return layers
+    names = sorted({name.rpartition(".")[2] for name in {*layers} - {*left}})
+    problem = f"peft takes {', '.join(names)} of a {type(model).__name__} for experts"
+    if config.target_modules != "all-linear" or not left:
+        raise ConfigError(
+            "optimize.lora.target_modules",
+            f"{problem}, which get no adapter",
+            next="name other layers, or leave [optimize.lora] out",
+        )
+    log.warning("lora: %s: %d layers get no adapter", problem, len(layers) - len(left))
+    return left
 
 
 def _layers(config: Lora, model: PreTrainedModel) -> list[str]:

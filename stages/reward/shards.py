@@ -43,7 +43,7 @@ AHEAD = 2  # shards scored at a time
 
 
 class Shards:
-    """The rollouts in shards. Shards that an earlier attempt wrote are not scored again."""
+    """The rollouts in shards. Shards that an earlier process wrote are not scored again."""
 
     def __init__(
         self, plan: Plan, writer: Writer, scorers: list[Scorer], allowance: Allowance
@@ -115,7 +115,7 @@ class Shards:
         return pc.indices_nonzero(self._shard(self.earlier, index).column("reward").is_null())
 
     def _count_failures(self) -> None:
-        """Add the failures in shards that an earlier attempt or another process finished to the
+        """Add the failures in shards that an earlier process or another process finished to the
         allowance."""
         uncounted = set(range(len(self._starts))) - {*self._handout.unfinished(), *self._counted}
         for index in sorted(uncounted):

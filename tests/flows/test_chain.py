@@ -281,7 +281,7 @@ def test_a_critic_starts_from_a_classifier_and_is_then_the_runs_own(store):
 
 
 @pytest.mark.parametrize(
-    ("fields", "share"),
+    ("fields", "weight"),
     [
         ({"rate": 0.6}, 0.0),
         ({"rule": "every"}, 1.0),
@@ -289,8 +289,8 @@ def test_a_critic_starts_from_a_classifier_and_is_then_the_runs_own(store):
         ({"rule": "ema", "rate": 1.0}, 1.0),
     ],
 )
-def test_the_share_that_a_reference_takes_by_default(fields, share):
-    assert Reference(**fields).weight_of_newest == share
+def test_the_weight_of_the_newest_policy_in_a_reference_by_default(fields, weight):
+    assert Reference(**fields).weight_of_newest == weight
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def test_a_recipe_is_tried_from_end_to_end_and_nothing_is_kept(
 
 def test_the_rehearsal_of_the_demo_is_small_and_keeps_what_decides():
     tracked = ["optimize.trackers=['wandb']", "optimize.tracker_folder='curves'"]
-    recipe = Recipe.load("deployments/recipes/demo.toml", ["optimize.on_length=mask", *tracked])
+    settings = ["optimize.on_length=mask", "retention.keep=1", *tracked]
+    recipe = Recipe.load("deployments/recipes/demo.toml", settings)
     tried = rehearsal(recipe, "elsewhere")
     assert (tried.store, tried.iterations, tried.data.limit) == ("elsewhere", 2, 4)
     assert tried.data.held_out == {"arguments": {"split": "held_out"}, "limit": 4}
@@ -70,6 +71,7 @@ def test_the_rehearsal_of_the_demo_is_small_and_keeps_what_decides():
     assert tried.reward.part_names == ["accuracy", "format", "lot"]
     assert (tried.optimize.algorithm, tried.optimize.minibatches) == ("grpo", 4)
     assert (tried.optimize.on_length, tried.optimize.trackers) == ("keep", [])
+    assert tried.retention.keep is None, "what was made is looked at afterwards"
 
 
 def test_the_small_model_needs_no_reference_or_classifier_of_the_recipes():

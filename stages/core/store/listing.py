@@ -82,6 +82,11 @@ class Summary:
         none."""
         return next((ref for ref, its_role in self.sources.items() if its_role == role), None)
 
+    @property
+    def trained_from(self) -> str | None:
+        """The policy that this one was trained from; None if no training made it."""
+        return self.source("policy") if self.stage == "optimize" else None
+
     @classmethod
     def of(cls, fields: Mapping[str, Any], number: int) -> Summary:
         """Build the summary of a manifest from its fields, as plain JSON.

@@ -85,7 +85,7 @@ class Work:
 
 
 def unfinished(store: Store, run: str, kind: str) -> list[Work]:
-    """Return the unfinished work of one kind in one run, by run key and attempt."""
+    """Return the unfinished work of one kind in one run, by run key and repetition."""
     return _by_repetition(
         run, kind, (f".work/{n}" for n in store.storage.list(f"{run}/{kind}/.work"))
     )

@@ -4,9 +4,9 @@ A micro-batch is one strip of L tokens without padding, which predict n completi
 made of pieces: a piece is a prompt, once, followed by some of the completions that continue it.
 Their positions continue from the end of the prompt. With `optimize.packing = "shared"` a piece has
 all completions of a group that fit into one micro-batch, so the model reads their prompt once and
-the gradients of all of them meet there. With `packed` a piece is one rollout; with `single`, too,
-and the model's own attention reads one after another. The last id of a completion is only ever a
-target, so it is not in the strip. (A row, in `rows`, is the number of a rollout.)
+the gradients of all of them meet there. With `packed` or `single` a piece is one rollout; with
+`single` the model's own attention reads the pieces one after another. The last id of a completion
+is only ever a target, so it is not in the strip. (A row, in `rows`, is the number of a rollout.)
 
     two pieces: prompt A with completions x x x and y y y y, prompt B with completion z z
 

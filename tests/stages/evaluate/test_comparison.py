@@ -153,7 +153,9 @@ def test_what_a_sweep_measured_counts_only_if_there_is_nothing_else(store, evalu
     def taken() -> tuple[str, str]:
         rows = listed(store, readable_entries(store, None)[0])
         (of_policy,) = [row.score for row in rows if row.version == str(policy.ref)]
-        return str(find_evaluations(store, "first", "first")[0].ref), of_policy
+        of_run, of_name = find_evaluations(store, "first", str(policy.ref))
+        assert of_run.ref == of_name.ref, "there is no other one on the same prompts"
+        return str(of_run.ref), of_policy
 
     evaluated("first", {"1+1?": [1.0]}, **of_sweep)
     assert taken() == ("first/evaluations@1", "1 ± –")

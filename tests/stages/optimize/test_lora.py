@@ -22,7 +22,13 @@ from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.model.checkpoints import model_entry
 from quiver.stages.model.loading import load_as_stored, load_model
 from quiver.stages.optimize.config import Lora
-from quiver.stages.optimize.lora import attach, load_with_adapters, narrow_frozen, require_layers
+from quiver.stages.optimize.lora import (
+    attach,
+    load_with_adapters,
+    merge,
+    narrow_frozen,
+    require_layers,
+)
 from quiver.stages.optimize.stage import Config, check
 from quiver.stages.optimize.trainer import Trainer
 from tests.stages.optimize import world
@@ -282,13 +288,13 @@ def test_names_that_are_no_layer_are_refused(policy, name):
     assert ("mean q_proj?" in caught.value.message) == (name == "q_porj")
 
 
-def experts_policy(store, folder, kind: str):
+def experts_policy(store, folder, kind: str, **fields):
     """A tiny policy with a mixture of experts."""
     shutil.copytree(make_folder(folder / "tiny"), folder / "experts")
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
     experts = {"num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
     widths = dict.fromkeys(("intermediate_size", "intermediate_size_mlp"), 32)
-    experts |= {"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, **widths}
+    experts |= {"moe_intermediate_size": 16, "n_group": 1, "topk_group": 1, **widths, **fields}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 320}
     config = AutoConfig.for_model(kind, num_hidden_layers=2, **sizes, **experts, **ids)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "experts")
@@ -310,18 +316,29 @@ def test_a_router_of_experts_gets_no_adapter(store, tmp_path, kind):
         require_layers(Lora(target_modules=["router"]), policy)
 
 
-def test_layers_are_checked_without_the_weights(store, tmp_path, policy, caplog):
-    """Of experts, to which peft gives adapters of its own, and of a name that is none."""
-    experts = experts_policy(store, tmp_path, "deepseek_v3")
-    with pytest.raises(ConfigError, match=r"no adapter to . layers .*: down_proj, which"):
-        require_layers(Lora(target_modules=["down_proj"]), experts)
-    with caplog.at_level("WARNING"):
-        require_layers(Lora(**SMALL), experts)
-    assert "peft gives no adapter to" in caplog.text, "the others get one"
-    require_layers(Lora(target_modules=["q_b_proj"]), experts)
+def test_layers_are_checked_without_the_weights(policy):
     with pytest.raises(ConfigError, match=r"no linear layer inside the model.*mean q_proj\?"):
         require_layers(Lora(target_modules=["q_porj"]), policy)
     require_layers(Lora(**SMALL), policy)
+
+
+def test_layers_that_are_called_like_experts_get_no_adapter(store, tmp_path, caplog):
+    """The first layer's MLP has none, the second one's has fused ones: peft would adapt these."""
+    experts = experts_policy(store, tmp_path, "deepseek_v3", first_k_dense_replace=1)
+    for names in (["down_proj"], ["gate_proj"], ["gate_proj", "up_proj"]):
+        with pytest.raises(ConfigError, match=rf"peft takes {', '.join(names)} .* for experts"):
+            require_layers(Lora(target_modules=names), experts)
+    model = load_model(experts, dtype=torch.float32)
+    attach(Lora(**SMALL), model, experts, seed=0)
+    assert "peft takes down_proj, gate_proj, up_proj" in caplog.text
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert any("q_b_proj" in name for name in trained)
+    assert not any("mlp" in name for name in trained)
+    merge(model)
+    plain = load_model(experts, dtype=torch.float32)
+    assert {name: p.shape for name, p in model.named_parameters()} == {
+        name: p.shape for name, p in plain.named_parameters()
+    }
 
 
 def test_an_adapter_of_another_model_is_refused(store, policy, made):

@@ -97,7 +97,9 @@ def test_finished_work_is_found_without_a_child(store, tmp_path):
     assert (first.ref, first.cached) == ("b/policy@0", False)
     again = find_outcome(call)
     assert (again.ref, again.cached) == ("b/policy@0", True)
-    assert run_call(call) == again, "another process may have finished it since; it took as long"
+    assert run_call(call) == again, (
+        "another process finished it since: its seconds are the manifest's"
+    )
     model = {"model": str(tmp_path / "model")}
     assert str(run_stage("policy", model, store, into="b")) == "b/policy@0"
 
@@ -146,7 +148,7 @@ def test_a_rank_that_does_not_write_waits_for_the_new_version_when_forced(store,
 
 
 def test_it_finds_the_new_version_too_if_an_older_one_was_deleted_by_hand(bucket, second_rank):
-    """The attempt's number is then higher than the count of the versions."""
+    """The repetition is then higher than the count of the versions."""
     store = Store(bucket.url)
     first = commit(store)
     commit(store, force=True)

@@ -56,7 +56,7 @@ def test_one_takes_ahead_only_what_leaves_the_others_something(store):
         assert first.unfinished() == second.unfinished() == sorted({0, 1, 2, 3} - {index})
 
 
-def test_where_a_process_starts_follows_from_its_rank(store):
+def test_where_a_process_starts_follows_from_its_place(store):
     with work_on(store) as one, work_on(store) as two, work_on(store) as three:
         begun = {work.hand_out(9).take() for work in (one, two, three)}
     assert begun == {0, 3, 6}
@@ -234,7 +234,7 @@ def test_shards_that_the_dead_held_are_free(store):
 
 
 def test_one_alone_knows_what_is_left_after_each_shard(store):
-    """Also of a work that an earlier attempt began: what was finished then is no part of it."""
+    """Also of a work that an earlier process began: what was finished then is no part of it."""
     die_after(store, False, lambda work: (work.hand_out(4), work.write(2, table(4))))
     with work_on(store, False) as work:
         shards, left = work.hand_out(4), []
