@@ -122,7 +122,7 @@ def _require_whole_episodes(recipe: Recipe, rollouts: Version) -> None:
         raise ConfigError(
             f"generate.turns {printable(', '.join(recipe.generate.turns.sources))}",
             f"{num_failed} of {counted(len(table), 'episode')} failed: {why}",
-            next="correct it; quiver check RECIPE --try lets it answer a made-up turn",
+            next="quiver check RECIPE --try",
         )
 
 

@@ -31,8 +31,9 @@ from quiver.stages.generate.engine import code_hash, engine_options, require_dec
 from quiver.stages.generate.options import VllmServerOptions
 from quiver.stages.logprobs.stage import require_same_tokens
 from quiver.stages.model.chat.template import read_template
-from quiver.stages.model.checkpoints import PolicyConfig, model_entry
+from quiver.stages.model.checkpoints import PolicyConfig, model_config, model_entry
 from quiver.stages.model.devices import engine_gpus
+from quiver.stages.model.families import require_language_model
 from quiver.stages.model.from_function import is_function
 from quiver.stages.optimize.checks import refuse_scripted
 from quiver.stages.optimize.classifier import find_classifier
@@ -109,6 +110,7 @@ def check_base(recipe: Recipe, open: Callable[[str], Version], policy: Version) 
         ConfigError: If an engine, adapters or the critic do not fit it.
         LineageError: If the KL term's reference reads other tokens.
     """
+    require_language_model(model_config(policy), str(policy.ref))
     check_engines(recipe, policy)
     config = recipe.optimize_config()
     find_classifier(config, open, policy)

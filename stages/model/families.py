@@ -215,6 +215,25 @@ class GridProcessor:
 _CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForRewardModel")
 
 
+def classifier_in(config: Mapping[str, Any]) -> str | None:
+    """Return the class that a config.json names, if it is a classifier's."""
+    names = map(str, config.get("architectures") or ())
+    return next((name for name in names if name.endswith(_CLASSIFIERS)), None)
+
+
+def require_language_model(config: Mapping[str, Any], name: str) -> None:
+    """Raise ConfigError if a config.json is a classifier's. A store may hold one, for a critic or
+    rewards, but no run can start from it."""
+    classifier = classifier_in(config)
+    if classifier:
+        raise ConfigError(
+            f"model {name}",
+            f"is a classifier, {printable(classifier)}, and a policy writes tokens",
+            next="name a causal language model; a classifier can be named in reward.models or "
+            "optimize.critic_from",
+        )
+
+
 def require_trainable(folder: Path, name: str) -> None:
     """Raise ConfigError if models of this type cannot be trained.
 
@@ -223,14 +242,6 @@ def require_trainable(folder: Path, name: str) -> None:
     """
     about = parse_object((folder / "config.json").read_bytes()) or {}
     model_type = str(about.get("model_type"))
-    for architecture in about.get("architectures") or ():
-        if str(architecture).endswith(_CLASSIFIERS):
-            raise ConfigError(
-                f"model {name}",
-                f"is a classifier, {printable(architecture)}, and a policy writes tokens",
-                next="name a causal language model; a classifier can be named in reward.models or "
-                "optimize.critic_from",
-            )
     mode, reason = FAMILIES.get(model_type, ("", ""))
     # a config without model_type is left to the loader, whose error is clearer
     if mode in MODES or model_type == "None":

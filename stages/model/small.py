@@ -23,7 +23,7 @@ from quiver.stages.core.store.writer import open_staging
 
 from . import checkpoints, from_function
 from .checkpoints import CARRIED_FILES, PolicyConfig, locate
-from .families import THREE_AXES, loader_of, modalities_of
+from .families import THREE_AXES, loader_of, modalities_of, require_language_model
 from .folder import convert_gguf
 from .shrink import shrink
 from .weights import require_weights
@@ -50,6 +50,7 @@ def make(
         source = _folder_of(model, revision, arguments or {}, Path(work))
         try:
             config = AutoConfig.from_pretrained(source)
+            require_language_model(config.to_dict(), model)
             text = config.get_text_config()
             width = text.hidden_size if config.model_type in THREE_AXES else None
             shrink(text)  # the other parts must match the processor
@@ -62,6 +63,8 @@ def make(
             made = loader.from_config(config, dtype=torch.float32)
             _try_pass(made)
             made.save_pretrained(folder)
+        except ConfigError:
+            raise
         except Exception as error:  # each family reports bad sizes in its own way
             raise ConfigError(
                 f"--dry-run {printable(model)}",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from quiver.schemas.errors import ConfigError, printable
 
-from .families import loader_of, modalities_of
+from .families import classifier_in, loader_of, modalities_of
 from .folder import PROCESSOR_FILES, load_errors, parse_object, stored_weights, text_fields
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ def require_weights(folder: Path, name: str) -> None:
     two embeddings that differ.
 
     Embeddings that are tied and stored twice are read; of other weights only the headers are. A
-    quantized model is left to its loader, which may need a GPU.
+    classifier is not checked, and a quantized model is left to its loader, which may need a GPU.
     """
     written = parse_object((folder / "config.json").read_bytes()) or {}
-    if "quantization_config" in written:
+    if "quantization_config" in written or classifier_in(written):
         return
     has_processor = any((folder / file).is_file() for file in PROCESSOR_FILES)
     with load_errors(name):

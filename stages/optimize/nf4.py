@@ -104,9 +104,12 @@ class Nf4Linear(nn.Module):
         """Return the rounded weight [o, d] in `dtype`."""
         from bitsandbytes import functional
 
-        shape = torch.Size((self.out_features, self.in_features))
+        # As one row, since blocks run on from row to row: on CPUs with AVX-512, bitsandbytes begins
+        # a block with each row of a matrix.
+        shape = torch.Size((1, self.out_features * self.in_features))
         about = functional.QuantState(self.scales, shape=shape, dtype=dtype, **_FORMAT)
-        return functional.dequantize_4bit(self.codes, about)
+        weight = functional.dequantize_4bit(self.codes, about)
+        return weight.view(self.out_features, self.in_features)
 
     @property
     def weight(self) -> Tensor:

@@ -394,6 +394,14 @@ def test_layers_that_the_model_lacks_are_refused_as_the_run_refuses_them(folder)
     check("optimize.lora.target_modules=['q_proj']")
 
 
+def test_a_base_that_writes_nothing_or_that_the_engine_can_not_read_is_refused(folder):
+    classifier = make_classifier(folder / "judge")
+    refused_before_prompts("is a classifier", f"policy.model='{classifier}'", "run=judged")
+    make_folder(folder / "encodes", "t5")
+    settings = ["policy.model=encodes", "run=encoded", "generate.engine=vllm"]
+    refused_before_prompts("is an encoder-decoder model", *settings)
+
+
 def test_a_reference_with_other_tokens_is_refused_as_the_run_refuses_it(folder):
     make_folder(folder / "other")
     path = folder / "other" / "tokenizer.json"

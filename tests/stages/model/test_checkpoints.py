@@ -538,7 +538,6 @@ def add_head(folder, head):
             "two different ones: lm_head.weight and model",
             "tie_word_embeddings = false",
         ),
-        ({"architectures": ["LlamaForSequenceClassification"]}, "is a classifier", "reward.models"),
     ],
 )
 def test_a_model_that_is_not_whole_is_refused_before_it_is_copied(

@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from bitsandbytes import functional
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -74,13 +73,11 @@ def pair(request, store, tmp_path):
 # -- NF4
 
 
-@pytest.mark.parametrize("shape", [(48, 32), (7, 65), (3, 10)])
+@pytest.mark.parametrize("shape", [(48, 32), (7, 65), (3, 10), (5, 26), (16, 64)])
 def test_weights_are_the_papers_values_times_the_largest_of_their_block(shape):
     linear = nn.Linear(*shape[::-1])
     layer = Nf4Linear(linear, CPU)
     torch.testing.assert_close(layer.weight, rounded(linear.weight.detach()), rtol=1e-6, atol=0)
-    codes, about = functional.quantize_4bit(linear.weight.detach(), quant_type="nf4", blocksize=64)
-    assert torch.equal(layer.weight, functional.dequantize_4bit(codes, about))
     assert torch.equal(layer.weight_in(torch.bfloat16), layer.weight.bfloat16())
 
 

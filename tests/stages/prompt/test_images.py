@@ -18,6 +18,8 @@ from quiver.schemas.errors import ConfigError
 from quiver.schemas.prompts import OURS
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
+from quiver.stages.model import small
+from quiver.stages.model.checkpoints import PolicyConfig
 from quiver.stages.model.families import OTHER_AXES, THREE_AXES
 from quiver.stages.model.loading import load_model
 from quiver.stages.model.media.checking import FileCheck, Limits
@@ -379,14 +381,8 @@ def with_config(store, tmp_path, **fields):
     folder = sight.make_folder(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **fields}))
-    ref = run_stage(
-        "policy",
-        {"model": str(folder)},
-        store,
-        into=fields.get("model_type", "pairs"),
-        in_process=True,
-    )
-    return store.open(ref)
+    run = fields.get("model_type", "pairs")
+    return small.import_without_weights(PolicyConfig(model=str(folder)), store, run)
 
 
 def test_positions_of_other_axes_are_refused(store, tmp_path):

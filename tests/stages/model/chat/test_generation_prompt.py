@@ -7,11 +7,12 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
+from quiver.stages.model import small
 from quiver.stages.model.chat.control_tokens import Guard
 from quiver.stages.model.chat.generation_prompt import learn_start, prefill, reserved_ids
 from quiver.stages.model.chat.template import Template
+from quiver.stages.model.checkpoints import PolicyConfig
 from tests.stages.reward.reward_models import FAMILIES, Family, byte_tokenizer
 from tests.tiny import EOS, make_folder
 
@@ -149,6 +150,6 @@ def test_what_a_config_names_and_is_no_id_is_not_reserved(tmp_path):
     config = json.loads((make_folder(tmp_path / "model") / "config.json").read_text())
     config |= {"bos_token_id": {"a": 1}, "image_token_id": [[7], 9], "pad_token_id": "x"}
     (tmp_path / "model/config.json").write_text(json.dumps(config))
-    store, imported = Store(tmp_path / "store"), {"model": str(tmp_path / "model")}
-    ref = run_stage("policy", imported, store, into="a", in_process=True)
-    assert reserved_ids(store.open(ref)) == {EOS, 9}
+    config = PolicyConfig(model=str(tmp_path / "model"))
+    policy = small.import_without_weights(config, Store(tmp_path / "store"), "a")
+    assert reserved_ids(policy) == {EOS, 9}
