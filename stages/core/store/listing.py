@@ -84,8 +84,8 @@ class Summary:
 
     @property
     def trained_from(self) -> str | None:
-        """The policy that this one was trained from; None if no training made it."""
-        return self.source("policy") if self.stage == "optimize" else None
+        """The policy that this one was trained from. None: a base, or an average of others."""
+        return None if self.stage == "average" else self.source("policy")
 
     @classmethod
     def of(cls, fields: Mapping[str, Any], number: int) -> Summary:
