@@ -169,7 +169,8 @@ def _without_experts(config: Lora, model: PreTrainedModel, layers: list[str]) ->
 
     If a family's experts are fused into one tensor, peft takes every layer that is called like one
     of theirs for an expert, the dense ones too, and would adapt that tensor instead. Such layers
-    get no adapter. Raises ConfigError if the recipe names them."""
+    get no adapter. Raises ConfigError if the recipe names them.
+    """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -177,8 +178,12 @@ def _without_experts(config: Lora, model: PreTrainedModel, layers: list[str]) ->
     try:
         convert_peft_config_for_transformers(tried, model, None)
         left = [name for name in layers if name in tried.target_modules]
-    except ValueError:  # only one of two layers that would be fused
-        left = []
+    except ValueError as error:  # only one of two layers that would be fused
+        raise ConfigError(
+            "optimize.lora.target_modules",
+            f"peft takes them for experts: {printable(error)}",
+            next="name other layers, or leave [optimize.lora] out",
+        ) from error
     if len(left) == len(layers):
         return layers
     names = sorted({name.rpartition(".")[2] for name in {*layers} - {*left}})
