@@ -25,6 +25,7 @@ from quiver.stages.prompt.chats import columns_of, text_of
 from quiver.stages.prompt.config import INPUTS, Config
 from quiver.stages.reward.pool.habits import cells_of
 from quiver.stages.reward.preview import Reads
+from quiver.stages.reward.scoring import OFFERED
 from quiver.stages.reward.stage import Config as RewardConfig
 
 from .first_rows import Answered, Prompts, Source
@@ -236,13 +237,21 @@ def about_rewards(reward: RewardConfig, generate: Generate) -> Iterator[str]:
 
 
 def about_cells(sources: Mapping[str, Source], reads: Reads) -> Iterator[str]:
-    """Yield warnings about empty cells that the rewards read, and about nulls inside of cells."""
+    """Yield warnings about empty cells that the rewards read, nulls inside of cells, and columns
+    that the rewards cannot read."""
     for (section, source), (name, column) in product(
         sources.items(), sorted(reads.by_name.items())
     ):
         table = source.table
         if column not in table.column_names:
             continue  # the stage adds it, as `turns`
+        if column in OFFERED:
+            if column not in (getattr(source.config, each) for each in INPUTS):
+                yield (
+                    f"{section} has a column {column}, but Quiver gives rewards its own {column}: "
+                    "give the column another name if a reward should read it"
+                )
+            continue
         num_empty = 0
         num_with_nulls = 0
         places: dict[str, None] = {}

@@ -820,6 +820,16 @@ def test_nulls_inside_cells_that_the_reward_reads_are_counted(folder, columns, a
     assert told.startswith(f"column {warning}")
 
 
+def test_a_column_called_like_what_quiver_gives_rewards_is_told(folder):
+    write_rows([{"question": "1?", "answer": 1, "completions": "", "prompt_text": "1?"}])
+    settings = ("data.held_out=null", "data.limit=null")
+    letters = check(rewarded("rewards.py:letters"), *settings)
+    assert letters.answer["warnings"] == [
+        "data has a column completions, but Quiver gives rewards its own completions: give the "
+        "column another name if a reward should read it"
+    ]
+
+
 def test_nulls_in_fields_that_no_reward_reads_are_left_alone(folder):
     write_rows([{"question": "1?", "answer": {"of": "1", "is": None}}])
     function = "reward.functions=[{use='rewards.py:exact', columns={answer='answer.of'}}]"
