@@ -46,7 +46,7 @@ from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError, RemoteError, ResourceError, SecurityError
 from quiver.stages.core.store import Store
 from tests.deployments.prefect_world import wait_for, world
-from tests.flows.conftest import CLI, free_port, own_home, quiver, write_recipe
+from tests.flows.conftest import command_line, free_port, own_home, quiver, write_recipe
 
 pytestmark = pytest.mark.prefect
 ROOT = Path(__file__).parents[2]
@@ -346,7 +346,7 @@ def test_an_option_that_would_do_nothing_or_a_recipe_that_can_not_run_is_refused
 
 
 def test_serve_says_as_json_what_it_serves(place, client):
-    command = [*CLI, "serve", "recipe.toml", "--json"]
+    command = [*command_line(), "serve", "recipe.toml", "--json"]
     command += ["--set", "run=served"]
     with subprocess.Popen(
         command, cwd=place.folder, env=place.env, stdout=subprocess.PIPE, text=True
@@ -611,7 +611,7 @@ def test_a_server_that_does_not_take_it_costs_a_warning(alone):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         url = f"http://127.0.0.1:{busy.getsockname()[1]}/api"
         env = {**own_home(alone), "PREFECT_API_URL": url}
-        command = [*CLI, "tag", "prod", "tiny/policy@0"]
+        command = [*command_line(), "tag", "prod", "tiny/policy@0"]
         with subprocess.Popen(
             command, cwd=alone, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as tagging:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.flows.conftest import CLI, command_environment
+from tests.flows.conftest import command_environment, command_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 )
 def test_a_recipe_gets_better(tmp_path, name, setting, least):
     recipe = f"deployments/recipes/{name}.toml"
-    command = [*CLI, "run", recipe, "--json"]
+    command = [*command_line(), "run", recipe, "--json"]
     command += ["--store", str(tmp_path / "store")]
     command += ["--set", setting] if setting else []
     env = command_environment(tmp_path)

@@ -9,7 +9,7 @@ import pytest
 from quiver.flows.verification import verify
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.retention import Rule, collect
-from tests.flows.conftest import CLI
+from tests.flows.conftest import command_line
 from tests.stages.core.store.histories import make_policy, make_table, visible
 
 MEGABYTE = 1_000_000
@@ -60,7 +60,7 @@ def test_rm_says_that_a_mark_has_no_room_and_then_makes_some(store):
     for number in range(3):
         make_table(store, number)
     fill(store)
-    command = [*CLI, "rm", "a/logprobs@1", "--store", store.url]
+    command = [*command_line(), "rm", "a/logprobs@1", "--store", store.url]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 7 and "E-RESOURCE" in done.stderr and "make room" in done.stderr
     assert len(visible(store)) == 3 and verify(store) == (3, [])

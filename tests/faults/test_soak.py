@@ -20,7 +20,13 @@ from quiver.schemas.refs import KINDS
 from quiver.stages.core.store import Store
 from tests.faults import failing
 from tests.faults.sizes import SHARE
-from tests.flows.conftest import CLI, command_environment, left_behind, quiver, write_recipe
+from tests.flows.conftest import (
+    command_environment,
+    command_line,
+    left_behind,
+    quiver,
+    write_recipe,
+)
 from tests.flows.test_embedded import SCRIPTED, states
 
 ITERATIONS = max(10, round(200 * SHARE))
@@ -75,7 +81,7 @@ def run_until(folder: Path, chance: random.Random) -> tuple[int, list[Sample], s
         environment |= failing.environment(fault)
     # after a number of policies, so that slow machines get on too; an operation may never be reached
     goal = policies(folder) + chance.randint(1, 30)
-    command = [*CLI, "run", "recipe.toml", *SCRIPTED]
+    command = [*command_line(), "run", "recipe.toml", *SCRIPTED]
     command += ["--set", f"iterations={ITERATIONS}"]
     samples: list[Sample] = []
     with open(folder / "log", "ab") as log:

@@ -110,8 +110,10 @@ def shared_api() -> str:
     return server.url
 
 
-CLI = (sys.executable, "-m", "quiver.flows.cli.main")
-"""Begins each command that a test starts as a process."""
+def command_line() -> list[str]:
+    """The words that begin each command which a test starts as a process. They are asked for by the
+    test, as the warm interpreter takes its place only after this module is imported."""
+    return [sys.executable, "-m", "quiver.flows.cli.main"]
 
 
 def command_environment(folder: Path) -> dict[str, str]:
@@ -140,7 +142,7 @@ def quiver(folder: Path, *arguments: str, code: int = 0, **environment: str) -> 
 
 
 def _called(folder: Path, *arguments: str, **environment: str) -> tuple[int, dict]:
-    command = [*CLI, *arguments, "--json"]
+    command = [*command_line(), *arguments, "--json"]
     has_server = "PREFECT_API_URL" in environment
     env = {**(own_home if has_server else command_environment)(folder), **environment}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)

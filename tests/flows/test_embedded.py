@@ -21,8 +21,8 @@ from quiver.schemas.errors import CorruptError, ResourceError
 from quiver.stages.core.store import Store
 from tests.faults import failing
 from tests.flows.conftest import (
-    CLI,
     command_environment,
+    command_line,
     left_behind,
     processes,
     quiver,
@@ -112,7 +112,7 @@ def test_a_home_that_can_not_be_written_is_told_in_one_line(place):
     (place / "file").touch()
     environment = {**command_environment(place), "PREFECT_HOME": str(place / "file/home")}
     command = [
-        *CLI,
+        *command_line(),
         "run",
         "recipe.toml",
         "--json",
@@ -132,7 +132,7 @@ def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
     (place / "rewards.py").write_text(
         "import time\n\ndef evenness(completion_ids, **_):\n    time.sleep(600)\n"
     )
-    command = [*CLI, "run", "recipe.toml", *SCRIPTED]
+    command = [*command_line(), "run", "recipe.toml", *SCRIPTED]
     shell = subprocess.Popen(command, cwd=place, env=command_environment(place))
     while not list(place.glob("store/tiny/rewards/.work/*")):
         assert shell.poll() is None
@@ -152,7 +152,7 @@ def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
 def killed_without_its_database(place, failure: str) -> str:
     """A run that is killed at a place, whose server's database is lost, goes on; what it then
     says."""
-    command = [*CLI, "run", "recipe.toml", *SCRIPTED]
+    command = [*command_line(), "run", "recipe.toml", *SCRIPTED]
     environment = command_environment(place)
     done = subprocess.run(
         command,

@@ -10,7 +10,7 @@ import pytest
 
 from quiver.stages.core.store import Store
 from tests.flows.conftest import (
-    CLI,
+    command_line,
     own_home,
     quiver,
     shared_api,
@@ -60,7 +60,7 @@ def test_an_encoder_decoder_with_a_critic_reaches_out_nowhere(tmp_path):
     shutil.rmtree(folder / "model")
     make_folder(folder / "model", kind="t5")
     command = [
-        *CLI,
+        *command_line(),
         "run",
         "recipe.toml",
         "--json",

@@ -17,7 +17,7 @@ from quiver.flows.cli.running import check, run
 from quiver.flows.cli.shared import open_store, read_recipe
 from quiver.schemas.errors import UNCHANGED, ConfigError, QuiverError
 from quiver.stages.core.store import Store
-from tests.flows.conftest import CLI, command_environment, quiver, write_recipe
+from tests.flows.conftest import command_environment, command_line, quiver, write_recipe
 
 WRONG = [
     (
@@ -254,7 +254,7 @@ def test_the_help_is_whole_in_80_columns(tmp_path):
     environment = {**command_environment(tmp_path), "COLUMNS": "80"}
     outputs = [
         subprocess.run(
-            [*CLI, option],
+            [*command_line(), option],
             env=environment, capture_output=True, text=True, check=True,
         ).stdout
         for option in ("-h", "--help", "--version")

@@ -16,9 +16,9 @@ from quiver.stages.core.run.runner import Call, run_call
 from quiver.stages.core.run.subprocesses import Stopped
 from quiver.stages.core.store import Store
 from tests.flows.conftest import (
-    CLI,
     RECIPE,
     command_environment,
+    command_line,
     left_behind,
     processes,
     quiver,
@@ -56,7 +56,7 @@ def stopped(tmp_path_factory):
     """A folder in which a run was stopped twice (Ctrl-C, kill -9) while two stages were at work,
     and then came to its end."""
     folder = write_recipe(tmp_path_factory.mktemp("stopped"))
-    command = [*CLI, "run", "recipe.toml", *OPTIONS]
+    command = [*command_line(), "run", "recipe.toml", *OPTIONS]
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
         running = subprocess.Popen(
             command, cwd=folder, env=command_environment(folder), start_new_session=True

@@ -26,8 +26,8 @@ from quiver.schemas.errors import ConfigError, NumericError, ResourceError
 from quiver.stages.core.run.call import Call, Where
 from quiver.stages.core.store import Store
 from tests.flows.conftest import (
-    CLI,
     command_environment,
+    command_line,
     left_behind,
     quiver,
     shared_api,
@@ -185,7 +185,7 @@ def test_ctrl_c_ends_the_stage_on_the_worker(place):
     )
     arguments = ["run", "recipe.toml", *on_pool(place, "placement.generate=box", *slow)]
     running = subprocess.Popen(
-        [*CLI, *arguments],
+        [*command_line(), *arguments],
         cwd=place,
         env=command_environment(place),
     )

@@ -15,7 +15,13 @@ from quiver.flows.cli.summary import next_commands
 from quiver.flows.recipe import load
 from quiver.flows.verification import verify
 from quiver.stages.core.store import Store
-from tests.flows.conftest import CLI, command_environment, left_behind, quiver, write_recipe
+from tests.flows.conftest import (
+    command_environment,
+    command_line,
+    left_behind,
+    quiver,
+    write_recipe,
+)
 from tests.flows.test_embedded import SCRIPTED
 
 pytestmark = pytest.mark.prefect
@@ -93,7 +99,7 @@ def test_again_is_already_done(workplace, result, tmp_path):
     ]
     options = [part for setting in nowhere for part in ("--set", setting)]
     command = [
-        *CLI,
+        *command_line(),
         "run",
         "recipe.toml",
         "--json",
@@ -156,7 +162,7 @@ def test_an_error_of_a_stage_is_three_lines(workplace, result):
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     anew = ["--from", "reward", "--set", "data.held_out=null"]
-    command = [*CLI, "run", "recipe.toml", *anew]
+    command = [*command_line(), "run", "recipe.toml", *anew]
     env = command_environment(workplace)
     done = subprocess.run(
         command, cwd=workplace, env=env, capture_output=True, text=True, check=False
@@ -173,7 +179,7 @@ def test_an_error_of_a_stage_is_three_lines(workplace, result):
 
 def test_two_runs_of_one_recipe_at_once_make_everything_once(workplace):
     command = [
-        *CLI,
+        *command_line(),
         "run",
         "recipe.toml",
         "--json",
@@ -218,7 +224,7 @@ def start_and_wait_for_shards(folder, so_far: int) -> subprocess.Popen:
     """`quiver run` at the moment when some more shards of its rollouts are finished, and others
     not."""
     command = [
-        *CLI,
+        *command_line(),
         "run",
         "recipe.toml",
         *SLOW_GENERATION,

@@ -15,7 +15,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.core.names_elsewhere import KEYS
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.optimize.stage import Config as OptimizeConfig
-from tests.flows.conftest import CLI, RECIPE, quiver_each
+from tests.flows.conftest import RECIPE, command_line, quiver_each
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_errors_on_the_command_line(recipe, tmp_path):
         "expected a version of rewards",
     )
     done = subprocess.run(
-        [*CLI, "ls", "--store", str(tmp_path / "x")],
+        [*command_line(), "ls", "--store", str(tmp_path / "x")],
         capture_output=True,
         text=True,
         check=False,
@@ -272,7 +272,7 @@ def test_errors_on_the_command_line(recipe, tmp_path):
 
 def test_what_there_is(tmp_path):
     done = subprocess.run(
-        [*CLI, "algorithms"],
+        [*command_line(), "algorithms"],
         capture_output=True,
         text=True,
         check=True,

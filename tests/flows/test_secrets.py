@@ -15,7 +15,7 @@ import pytest
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.store import Store
-from tests.flows.conftest import CLI, command_environment, write_recipe
+from tests.flows.conftest import command_environment, command_line, write_recipe
 from tests.stages.reward.fake_server import FakeServer, reply, scored
 
 pytestmark = pytest.mark.prefect
@@ -54,7 +54,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     env = {**command_environment(folder), "REWARD_KEY": CANARY, "TMPDIR": str(folder / "tmp")}
     env |= {"PREFECT_LOGGING_LEVEL": "DEBUG", "PREFECT_LOGGING_TO_API_ENABLED": "true"}
     command = [
-        *CLI,
+        *command_line(),
         "run",
         "recipe.toml",
         "--json",

@@ -16,7 +16,13 @@ from quiver.flows.verification import verify
 from quiver.stages.core.run import keeper, subprocesses
 from quiver.stages.core.store import Store
 from tests.faults.failing import environment
-from tests.flows.conftest import CLI, command_environment, left_behind, quiver, write_recipe
+from tests.flows.conftest import (
+    command_environment,
+    command_line,
+    left_behind,
+    quiver,
+    write_recipe,
+)
 from tests.flows.test_embedded import SCRIPTED
 
 COMMAND = """
@@ -145,7 +151,7 @@ def begun(
     options = [word for setting in settings for word in ("--set", setting)]
     running = subprocess.Popen(
         [
-            *CLI,
+            *command_line(),
             *command,
             "recipe.toml",
             *SCRIPTED,
@@ -226,7 +232,7 @@ def test_a_commit_that_is_stopped_is_none_or_whole(workplace, place):
     words = ["prompt", "recipe.toml", f"--set=run={run}"]
     reached = workplace / f"{run}.reached"
     running = subprocess.Popen(
-        [*CLI, *words],
+        [*command_line(), *words],
         cwd=workplace,
         env=command_environment(workplace) | environment(f"{place}:sleep=600", reached),
         stderr=subprocess.PIPE,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quiver.stages.core.store import Store
-from tests.flows.conftest import CLI, RECIPE, command_environment, quiver_each
+from tests.flows.conftest import RECIPE, command_environment, command_line, quiver_each
 from tests.stages.core.store.histories import make_policy, make_table
 from tests.tiny import make_folder
 
@@ -37,7 +37,7 @@ def called(folder: Path, *arguments: str) -> tuple[int, dict]:
     prefix = [] if os.geteuid() else AS_ANYBODY
     if subprocess.run([*prefix, "true"], check=False).returncode:
         pytest.skip("root cannot give up its powers here")
-    command = [*prefix, *CLI, *arguments, "--json"]
+    command = [*prefix, *command_line(), *arguments, "--json"]
     env = command_environment(folder)
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     (line,) = done.stdout.splitlines()

@@ -27,7 +27,7 @@ from quiver.stages.core.store import Store
 from tests import sight
 from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
 from tests.browser import needs_chromium, num_colours, opened
-from tests.flows.conftest import CLI
+from tests.flows.conftest import command_line
 from tests.tiny import make_policy, tokenizer
 
 HOSTILE = "[red]\x1b[31mred[/red]\u202e"
@@ -138,7 +138,7 @@ def test_means_by_a_column_are_a_table(store, capsys):
 def served(store):
     """The address that `quiver view --web` prints, while it serves."""
     pytest.importorskip("textual_serve")
-    command = [*CLI, "view", "golden/rewards@1", "--web", "--json", "--store", store.url]
+    command = [*command_line(), "view", "golden/rewards@1", "--web", "--json", "--store", store.url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         url = json.loads(process.stdout.readline())["url"]
         yield url
