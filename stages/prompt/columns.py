@@ -116,7 +116,7 @@ def _column(name: str, places: list[str], cells: list[Any]) -> pa.ChunkedArray:
     if column is None:  # name the first row that does not fit the earlier ones
         for end, place in enumerate(places, 1):
             try:
-                pa.array(cells[:end])
+                _to_arrow(cells[:end])
             except _BAD_VALUES as error:
                 raise _bad_value(place, name, printable(error)) from None
     for place, cell, kept in zip(places, cells, column.to_pylist(), strict=True):
@@ -133,9 +133,18 @@ def _bad_value(place: str, name: str, problem: str) -> ConfigError:
 def _infer(cells: list[Any]) -> pa.ChunkedArray | None:
     """Return the cells in the type that Arrow infers; None if it finds none."""
     try:
-        array = pa.array(cells)
+        return _to_arrow(cells)
     except _BAD_VALUES:
         return None
+
+
+def _to_arrow(cells: list[Any]) -> pa.ChunkedArray:
+    """Return the cells in the type that Arrow infers. Raises one of _BAD_VALUES if it finds none,
+    or if Python cannot hold what Arrow makes of them: a large number beside a date becomes a date
+    beyond the year 9999."""
+    array = pa.array(cells)
+    if holds(array.type, pa.types.is_temporal):
+        array.to_pylist()
     # Arrow returns chunks for more than 2 GB of text.
     return array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
 

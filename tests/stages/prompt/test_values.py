@@ -168,6 +168,7 @@ def test_tuples_and_values_of_numpy_become_pythons(cells, kept):
         ([b"1", 2], "row 2: column x: "),
         ([b"1", "2"], "row 2: column x: '2' becomes b'2': its rows need values of one type"),
         ([MOMENT, 0.5], "row 2: column x: 0.5 becomes datetime"),
+        ([MOMENT, -6.3e16], "row 2: column x: date value out of range"),
         ([Decimal("1.0"), Decimal("2.25")], r"row 1: column x: .* becomes Decimal\('1.00'\)"),
         ([{"a": b"1"}, {"b": b"2"}], "row 1: column x: {'a': b'1'} becomes .*'b': None}: its rows"),
         ([{1, 2}, b"1"], "row 2: column x"),
