@@ -21,10 +21,11 @@ os.environ.update(
 )
 
 import pytest
+from filelock import FileLock
 
 from quiver.stages.core.store import Store, Version
 from tests import buckets, spent
-from tests.warm import REAL_PYTHON, use_warm_python
+from tests.warm import REAL_PYTHON, start_servers, use_warm_python
 
 # a shell's background job ignores SIGINT, and so would every child: tests that interrupt one would
 # wait for nothing
@@ -36,6 +37,8 @@ os.register_at_fork(after_in_child=threading._threading_atexits.clear)
 
 
 def pytest_configure(config):
+    if config.getoption("numprocesses", None):  # of xdist; its processes share the servers
+        start_servers()
     config.pluginmanager.register(spent)
     config.pluginmanager.register(buckets)
 
@@ -104,13 +107,20 @@ def store(tmp_path) -> Store:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory) -> Path:
     """A folder with `inputs` and a store, `finished`, in which every stage has made something; to be
-    copied, not changed."""
+    copied, not changed. The processes of a run share it."""
     folder = tmp_path_factory.mktemp("finished")
-    command = [REAL_PYTHON, "-m", "tests.finished", str(folder)]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parents[1] / "finished"  # beside the folders of the processes
+        folder.mkdir(exist_ok=True)
+    is_complete = folder.with_suffix(".complete")
+    with FileLock(f"{folder}.lock"):
+        if not is_complete.exists():
+            command = [REAL_PYTHON, "-m", "tests.finished", str(folder)]
+            done = subprocess.run(
+                command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
+            is_complete.touch()
     return folder
 
 

@@ -2,8 +2,9 @@
 it, and by what the tests start (Prefect, vLLM, ranks).
 
 A pytest plugin, loaded by conftest.py. Counted are this process, the children that it has waited
-for, and the long-lived processes that were named to `watch`. Over the budget is reported, not an
-error: processors differ by a factor of two.
+for, the forks of warm interpreters that it asked for (tests/warm), and the long-lived processes that
+were named to `watch`. Over the budget is reported, not an error: processors differ by a factor of
+two.
 """
 
 import json
@@ -12,6 +13,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 BUDGET = Path(__file__).with_name("budget.json")
 KINDS = {"prefect": "Prefect", "vllm": "vLLM", "dist": "ranks"}
@@ -30,7 +33,7 @@ def watch(process_id: int) -> None:
 
 def processor_seconds() -> float:
     """User and system seconds of this process and of what it started, so far."""
-    total = sum(os.times()[:4])
+    total = sum(os.times()[:4]) + warm.seconds_of_forks()
     for process_id in _watched:
         try:
             fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()

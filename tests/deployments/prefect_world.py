@@ -91,7 +91,7 @@ class World:
                 -3000:
             ]
             with suppress(httpx.HTTPError):
-                return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+                return httpx.get(f"{self.url}/health", timeout=5, verify=False).status_code == 200
             return False
 
         wait_for("the server", healthy)

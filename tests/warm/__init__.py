@@ -2,6 +2,7 @@
 has imported what they need: importing Prefect or transformers costs more processor time than most
 of what the tests run.
 
+    start_servers()        # before processes of pytest that are to share them
     use_warm_python()      # sys.executable is the stand-in, here and in all that is started by it
     REAL_PYTHON            # a fresh interpreter, for tests about signals, streams, memory, imports
 
@@ -30,7 +31,6 @@ import time
 from pathlib import Path
 
 from quiver.stages.core.run.stage_process import ENVIRONMENT
-from tests.spent import watch
 
 from .client import world
 
@@ -49,14 +49,31 @@ esac
 _PROGRAM = """#!/bin/sh
 exec {python} -P -m {module} "$@"
 """
+_FOLDER = "QUIVER_TEST_WARM"
+"""The variable that names the folder of the servers to the processes that share them."""
 _servers: list[subprocess.Popen] = []
 
 
 def use_warm_python() -> None:
-    """Make sys.executable the stand-in until this process ends. The servers import nothing before
-    their first command."""
-    if sys.executable != REAL_PYTHON:
-        return
+    """Make sys.executable the stand-in until this process ends."""
+    if _FOLDER not in os.environ:
+        start_servers()
+    sys.executable = str(Path(os.environ[_FOLDER]) / "bin" / "python")
+
+
+def seconds_of_forks() -> float:
+    """Processor seconds of the forks that this process of pytest, or what it started, asked for;
+    of those that have ended."""
+    if _FOLDER not in os.environ:
+        return 0.0
+    folder = Path(os.environ[_FOLDER])
+    files = folder.glob(f"*.spent.{os.environ.get('PYTEST_XDIST_WORKER', '')}")
+    return sum(float(file.read_text()) for file in files)
+
+
+def start_servers() -> None:
+    """Start the servers, which end with this process and import nothing before their first
+    command."""
     folder = Path(tempfile.mkdtemp(prefix="quiver-warm."))
     atexit.register(_end, folder, os.getpid())
     programs = folder / "bin"  # a virtual environment with the libraries of the real one
@@ -79,7 +96,7 @@ def use_warm_python() -> None:
     (folder / "caller.json").write_text(json.dumps(known))
     for kind in ("flows", "stages", "vllm", "workers"):
         _start_server(folder, kind)
-    sys.executable = str(programs / "python")
+    os.environ[_FOLDER] = str(folder)
 
 
 def _start_server(folder: Path, kind: str) -> None:
@@ -97,7 +114,6 @@ def _start_server(folder: Path, kind: str) -> None:
         env=variables,
     )
     _servers.append(server)
-    watch(server.pid)
     while not (folder / kind).exists():
         assert server.poll() is None, server.stdout.read()
         time.sleep(0.005)

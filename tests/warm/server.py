@@ -2,7 +2,8 @@
 
     python server.py KIND FOLDER
 
-It imports when the first command comes, and ends when its standard input does.
+It imports when the first command comes, and ends when its standard input does. The processor seconds
+of the forks that ended are in FOLDER/KIND.spent.ASKER, by the process of pytest that asked for them.
 """
 
 import atexit
@@ -25,6 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 
 _STAGES = (
     "torch",
@@ -100,9 +102,14 @@ class Server:
 
     def __init__(self, kind: str, folder: str) -> None:
         self._kind = kind
+        self._folder = folder
         self._is_warm = False
         self._callers: dict[int, socket.socket] = {}
         """Connections by the fork that serves them."""
+        self._askers: dict[int, str] = {}
+        """The process of pytest by the fork that it, or what it started, asked for."""
+        self._spent: Counter[str] = Counter()
+        """Processor seconds of the forks that ended, by process of pytest."""
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"{folder}/{kind}")
         self._listener.listen(64)
@@ -147,10 +154,10 @@ class Server:
             connection.close()
             return None
         *streams, lifeline = handles
+        request = json.loads(text)
         fork = os.fork()
         if fork == 0:
             self._leave_to_the_parent(connection)
-            request = json.loads(text)
             lowest = max(request["handles"]) + 1
             above = [fcntl.fcntl(each, fcntl.F_DUPFD, lowest) for each in (*streams, lifeline)]
             for handle in (*streams, lifeline):
@@ -170,6 +177,7 @@ class Server:
         for handle in (*streams, lifeline):
             os.close(handle)
         self._callers[fork] = connection
+        self._askers[fork] = request["environment"].get("PYTEST_XDIST_WORKER", "")
         self._selector.register(connection, selectors.EVENT_READ, fork)
         _tell(connection, fork)
         return None
@@ -197,14 +205,23 @@ class Server:
     def _collect(self) -> None:
         """Tell the callers of forks that ended how they did."""
         while self._callers:
-            fork, status = os.waitpid(-1, os.WNOHANG)
+            fork, status, usage = os.wait4(-1, os.WNOHANG)
             if not fork:
                 return
+            self._add(self._askers.pop(fork), usage.ru_utime + usage.ru_stime)
             connection = self._callers.pop(fork)
             if connection in self._selector.get_map():
                 self._selector.unregister(connection)
             _tell(connection, status)
             connection.close()
+
+    def _add(self, asker: str, seconds: float) -> None:
+        """Add to what the forks of a process of pytest spent, in a file that it reads."""
+        self._spent[asker] += seconds
+        path = f"{self._folder}/{self._kind}.spent.{asker}"
+        with open(f"{path}.new", "w") as file:
+            file.write(str(self._spent[asker]))
+        os.replace(f"{path}.new", path)
 
 
 def _tell(connection: socket.socket, number: int) -> None:
