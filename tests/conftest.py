@@ -17,6 +17,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     PREFECT_SERVER_ANALYTICS_ENABLED="false",
     OMP_NUM_THREADS="1",
+    TORCH_COMPILE_DISABLE="1",  # a kernel of vLLM's takes longer to compile than a tiny model to run
     TOKENIZERS_PARALLELISM="false",
 )
 
