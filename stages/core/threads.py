@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -53,4 +54,5 @@ def parse_python(source: str | bytes) -> ast.Module:
         for _ in range(_MOST_PARSES - 1):
             with suppress(SystemError):
                 return ast.parse(source)
+            time.sleep(0.001)  # the other parse may end meanwhile
         return ast.parse(source)

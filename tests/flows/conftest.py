@@ -198,14 +198,6 @@ def processes(folder: Path) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm_workers():
-    """Workers with reward functions start as forks, too, where a test runs stages in its process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WARM_WORKERS", "1")
-        yield
-
-
 @pytest.fixture
 def in_json(monkeypatch) -> Callable[..., dict]:
     """A function that calls a command in this process as with --json, and returns its answer."""

@@ -52,8 +52,7 @@ def main() -> None:
     limits = here["limits"]
     if is_worker:
         here["limits"] = known["world"]["limits"]
-    is_fresh = is_worker and "WARM_WORKERS" not in os.environ
-    if is_fresh or known["world"] != here or not _all_streams_open():
+    if known["world"] != here or not _all_streams_open():
         os.execv(known["python"], [f"{folder}/bin/python", *command])
     module = "quiver.stages.core.run.answering" if is_worker else command[at + 1]
     is_flow = module.startswith(("quiver.flows", "uvicorn", "prefect"))

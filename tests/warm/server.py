@@ -265,8 +265,6 @@ def run(request: dict) -> None:
         os.setsid()
     os.environ.clear()
     os.environ.update(request["environment"])
-    if request["module"] == "quiver.stages":
-        os.environ["WARM_WORKERS"] = "1"
     os.chdir(request["folder"])
     os.umask(request["mask"])
     os.sched_setaffinity(0, request["cores"])

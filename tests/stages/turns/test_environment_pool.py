@@ -94,7 +94,7 @@ def begin(pool: EnvironmentPool, count: int, seed: int = 5) -> list[int]:
     return keys
 
 
-def test_episodes_share_processes_and_keep_apart(game):
+def test_episodes_share_processes_and_keep_apart(game, fresh_python):
     with pool_of(game, processes=2) as pool:
         assert pool.loaded.tools == [] and not pool.loaded.answers and pool.loaded.fingerprint
         keys = begin(pool, 6)
