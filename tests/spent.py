@@ -20,7 +20,8 @@ BUDGET = Path(__file__).with_name("budget.json")
 KINDS = {"prefect": "Prefect", "vllm": "vLLM", "dist": "ranks"}
 """What a test with this marker starts; a test with several markers counts for the first."""
 _TICKS = os.sysconf("SC_CLK_TCK")
-_watched: list[int] = []
+_watched: dict[int, str] = {}
+"""When each watched process began, since another may get its id after it."""
 _LAST = pytest.StashKey[float]()
 _by_folder: Counter[str] = Counter()
 _by_kind: Counter[str] = Counter()
@@ -28,19 +29,27 @@ _by_kind: Counter[str] = Counter()
 
 def watch(process_id: int) -> None:
     """Count this process, and the children that it waits for, while it runs."""
-    _watched.append(process_id)
+    fields = _fields(process_id)
+    if fields:
+        _watched[process_id] = fields[19]
 
 
 def processor_seconds() -> float:
     """User and system seconds of this process and of what it started, so far."""
     total = sum(os.times()[:4]) + warm.seconds_of_forks()
-    for process_id in _watched:
-        try:
-            fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended; if its parent waited for it, it counts there
-        total += sum(map(int, fields[11:15])) / _TICKS
+    for process_id, begun in _watched.items():
+        fields = _fields(process_id)
+        if fields and fields[19] == begun:  # else it has ended, and counts for who waited for it
+            total += sum(map(int, fields[11:15])) / _TICKS
     return total
+
+
+def _fields(process_id: int) -> list[str]:
+    """What /proc says of a process behind its name; empty if there is none."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def folder_of(node_id: str) -> str:
