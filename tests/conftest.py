@@ -51,6 +51,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def what_a_module_leaves_stays():
+    """As above, of what its tests imported and made for all of them."""
+    yield
+    gc.collect(1)  # of the young, which costs little
+    gc.freeze()
+
+
 def pytest_sessionfinish():
     gc.unfreeze()
 
