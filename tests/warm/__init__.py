@@ -8,8 +8,8 @@ of what the tests run.
 
 `sys.executable -m quiver.…`, a test's own `…_checks`, Prefect's server and vLLM's are handed to a
 server (`server.py`), which forks; so are workers with a user's code, with the limits of their
-memory. Everything else is run by the real interpreter, also the flows that a
-Prefect worker starts, which watch their parent.
+memory. Everything else is run by the real interpreter, also the flows that a Prefect worker starts,
+which watch their parent.
 The fork gets the caller's arguments, environment, working folder and standard streams; its exit
 code becomes the stand-in's, and it is killed when the stand-in is. A caller whose search path,
 network, capabilities or limits differ from the server's gets a fresh interpreter.
