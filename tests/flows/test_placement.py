@@ -50,6 +50,16 @@ def test_a_pool_needs_a_server_and_a_store_that_all_see(recipe, tmp_path):
         check_places(placement, str(tmp_path))
 
 
+def test_an_interpreter_that_is_not_here_is_refused_unless_a_pool_is_to_have_it(recipe, tmp_path):
+    missing = "placement.python.generate='/no/python'"
+    with pytest.raises(ConfigError, match="there is no such program here") as caught:
+        check_places(recipe(missing).placement, str(tmp_path))
+    assert caught.value.object == "placement.python.generate /no/python"
+    check_places(recipe(f"placement.python.generate={sys.executable!r}").placement, str(tmp_path))
+    with temporary_settings(SERVER):
+        check_places(recipe(missing, "placement.generate=gpus").placement, str(tmp_path))
+
+
 def test_each_stage_has_its_place(recipe):
     placement = recipe(
         "placement.generate=gpus", "placement.fan_out=4", "placement.python.generate=/v/bin/python",

@@ -268,6 +268,7 @@ TARGETS = (
         (
             f"{RESIDENT}::test_where_no_engine_can_stay_it_is_refused",
             f"{RESIDENT}::test_an_interpreter_of_its_own_is_asked_by_the_engine",
+            f"{RESIDENT}::test_on_one_gpu_an_engine_is_resident_by_default",
             "tests/flows/test_placement.py",
         ),
         12,
