@@ -158,6 +158,7 @@ TARGETS = (
             f"{REWARD}/test_reward_turns.py",
             f"{REWARD}/test_reward_retry.py",
             f"{REWARD}/test_reward_stage.py",
+            f"{REWARD}/test_pictures.py",
         ),
     ),
     Target(
