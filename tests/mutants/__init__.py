@@ -163,7 +163,11 @@ TARGETS = (
     ),
     Target(
         "stages/generate/rows.py",
-        (GENERATE_STAGE, f"{TURNS}::test_other_environments_and_limits_are_other_work"),
+        (
+            GENERATE_STAGE,
+            f"{TURNS}::test_other_environments_and_limits_are_other_work",
+            f"{ANSWERED}::test_an_engine_is_told_of_the_pictures_of_prompts_and_of_turns",
+        ),
     ),
     Target("stages/generate/shards.py", (GENERATE_STAGE,)),
     Target(
@@ -178,7 +182,14 @@ TARGETS = (
         ),
     ),
     Target("stages/generate/requests.py", (GENERATE_STAGE,)),
-    Target("stages/generate/stage.py", (GENERATE_STAGE,)),
+    Target(
+        "stages/generate/stage.py",
+        (
+            GENERATE_STAGE,
+            f"{TURNS}::test_other_environments_and_limits_are_other_work",
+            "tests/stages/generate/test_generate_vllm_lora.py::test_it_samples_from_base_and_adapter",
+        ),
+    ),
     Target("stages/core/store/tags.py", (f"{STORE}/test_tags.py",)),
     Target(
         "stages/core/store/leases.py",
@@ -302,6 +313,7 @@ TOO_LONG = (
 EQUIVALENT = {
     "ragged:_repeat:name:2": "a GPU alone takes that line: tests/gpu",
     "advantages:group_sums:one:0": "one more sum, of a group that no rollout is in",
+    "prompts:select_prompts:one:0": "no vocabulary has a single id",
     "shards:Shards.summary:one:1": "a process that made tokens has its seconds of generate",
     "shards:Shards.__init__:one:2": "one token more in the speed that a line of progress tells",
     "stage:import_ahead:sign:0": "it imports ahead of time what is imported anyway",

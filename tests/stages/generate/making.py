@@ -92,6 +92,14 @@ class Dies(Honest):
         yield good(request.index)
 
 
+class Forgets(Honest):
+    """Leaves a row out."""
+
+    def answers(self, request):
+        if request.index != 2:
+            yield good(request.index)
+
+
 class Waits(Honest):
     """Reads the weights once they are checked, as an engine should."""
 

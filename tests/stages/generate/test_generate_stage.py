@@ -265,6 +265,12 @@ def test_rows_are_answered_in_any_order_and_none_is_left_out(requests):
     assert requests.is_done() and requests.num_tokens == 12
 
 
+def test_an_engine_that_leaves_a_row_out_is_not_asked_for_ever(store, policy):
+    prompts = make_prompts(store, [[5], [6]])
+    with pytest.raises(SchemaError, match="1 of 6 rows were never answered, the first is row 2"):
+        run(store, prompts, policy, engine=f"{MAKING}:Forgets")
+
+
 def test_finished_shards_outlive_an_engine_that_dies(store, policy, monkeypatch):
     prompts = make_prompts(store, [[5], [6]])
     given = {"engine": f"{MAKING}:Dies", "rows_per_shard": 2}
