@@ -166,7 +166,7 @@ TARGETS = (
         (
             GENERATE_STAGE,
             f"{TURNS}::test_other_environments_and_limits_are_other_work",
-            f"{ANSWERED}::test_an_engine_is_told_of_the_pictures_of_prompts_and_of_turns",
+            f"{ANSWERED}::test_transformers_gives_the_models_own_logprobs",
         ),
     ),
     Target("stages/generate/shards.py", (GENERATE_STAGE,)),
