@@ -314,7 +314,13 @@ CHANGED = json.dumps(
 )
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", '{"at": 1}', "[" * 100_000, UNSIGNED, CHANGED])
+UNDATED = {"ref": "a/logprobs@1", "commit_id": "", "at": "yesterday", "why": ""}
+UNDATED = json.dumps({**UNDATED, "checksum": digest(UNDATED)})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", '{"at": 1}', "[" * 100_000, UNSIGNED, CHANGED, UNDATED]
+)
 def test_a_mark_that_cannot_be_read_is_told(store, text):
     commit(store)
     commit(store, Settings(seed=1))
