@@ -21,6 +21,7 @@ from quiver.stages.core.run.stage import load_stage
 from quiver.stages.model.from_function import is_function
 from quiver.stages.reward.pool import pool as function_pool
 from quiver.stages.reward.preview import preview
+from quiver.stages.reward.scoring import OFFERED
 from quiver.stages.turns import pool as environment_pool
 
 from .doubts import (
@@ -88,7 +89,7 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
             *about_engines(recipe),
             *about_steps(recipe.optimize, recipe.data, num_rows, recipe.iterations),
             *about_rewards(recipe.reward, recipe.generate),
-            *about_cells(sources, reads),
+            *about_cells(sources, reads, [*OFFERED, *recipe.offered_columns]),
             *about_answers(recipe.reward, rows.answers),
         ):
             log.warning("%s", sentence)

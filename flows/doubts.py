@@ -25,7 +25,6 @@ from quiver.stages.prompt.chats import columns_of, text_of
 from quiver.stages.prompt.config import INPUTS, Config
 from quiver.stages.reward.pool.habits import cells_of
 from quiver.stages.reward.preview import Reads
-from quiver.stages.reward.scoring import OFFERED
 from quiver.stages.reward.stage import Config as RewardConfig
 
 from .first_rows import Answered, Prompts, Source
@@ -236,17 +235,21 @@ def about_rewards(reward: RewardConfig, generate: Generate) -> Iterator[str]:
         )
 
 
-def about_cells(sources: Mapping[str, Source], reads: Reads) -> Iterator[str]:
+def about_cells(sources: Mapping[str, Source], reads: Reads, given: Sequence[str]) -> Iterator[str]:
     """Yield warnings about empty cells that the rewards read, nulls inside of cells, and columns
-    that the rewards cannot read."""
+    that the rewards cannot read.
+
+    `given`: names under which rewards get something of Quiver's, whatever the columns are called.
+    """
     for (section, source), (name, column) in product(
         sources.items(), sorted(reads.by_name.items())
     ):
         table = source.table
         if column not in table.column_names:
             continue  # the stage adds it, as `turns`
-        if column in OFFERED:
-            if column not in (getattr(source.config, each) for each in INPUTS):
+        if column in given:
+            config = source.config
+            if column not in {*(getattr(config, each) for each in INPUTS), *config.media.values()}:
                 yield (
                     f"{section} has a column {column}, but Quiver gives rewards its own {column}: "
                     "give the column another name if a reward should read it"

@@ -53,7 +53,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="module", autouse=True)
 def what_a_module_leaves_stays():
-    """As above, of what its tests imported and made for all of them."""
+    """Leave what the tests of a module imported and made out of later collections of garbage."""
     yield
     gc.collect(1)  # of the young, which costs little
     gc.freeze()

@@ -45,7 +45,7 @@ def processor_seconds() -> float:
 
 
 def _fields(process_id: int) -> list[str]:
-    """What /proc says of a process behind its name; empty if there is none."""
+    """Return the fields behind the name in /proc/ID/stat; none if there is no such process."""
     try:
         return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -820,7 +820,7 @@ def test_nulls_inside_cells_that_the_reward_reads_are_counted(folder, columns, a
     assert told.startswith(f"column {warning}")
 
 
-def test_a_column_called_like_what_quiver_gives_rewards_is_told(folder):
+def test_check_warns_of_a_column_that_rewards_cannot_read(folder):
     write_rows([{"question": "1?", "answer": 1, "completions": "", "prompt_text": "1?"}])
     settings = ("data.held_out=null", "data.limit=null")
     letters = check(rewarded("rewards.py:letters"), *settings)
@@ -828,6 +828,19 @@ def test_a_column_called_like_what_quiver_gives_rewards_is_told(folder):
         "data has a column completions, but Quiver gives rewards its own completions: give the "
         "column another name if a reward should read it"
     ]
+
+
+def test_check_warns_of_a_column_that_hides_behind_the_turns_of_episodes(folder):
+    """Without episodes a reward gets the column."""
+    write_rows([{"question": "1?", "turns": 1}])
+    Path("rewards.py").write_text(
+        "def count(completions, turns):\n    return [1.0 for _ in turns]\n"
+    )
+    settings = (rewarded("rewards.py:count"), "data.held_out=null", "data.limit=null")
+    assert check(*settings).answer["warnings"] == []
+    Path("env.py").write_text("class Env:\n    def step(self, turn):\n        return None\n")
+    (told,) = check(*settings, "generate.turns={environment='env.py:Env'}").answer["warnings"]
+    assert told.startswith("data has a column turns, but Quiver gives rewards its own turns")
 
 
 def test_nulls_in_fields_that_no_reward_reads_are_left_alone(folder):

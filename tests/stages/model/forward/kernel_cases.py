@@ -61,8 +61,8 @@ class Case(NamedTuple):
     """The largest difference that is rounding, as a share of the norm."""
     has_gradients: bool = True
     most_shares: int = choice.MOST_SHARES
-    """Most programs that share a sum. With few of them each takes several turns for few rows, which
-    Triton's interpreter, that runs a program at a time, would take long for otherwise."""
+    """Most programs that share a sum. If they are few, each takes several turns for few rows; many
+    rows take long in Triton's interpreter, which runs one program at a time."""
 
     def answer(self, device: str) -> Answer:
         """What the kernels give on a device."""
