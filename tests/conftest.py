@@ -28,6 +28,8 @@ from quiver.stages.core.store import Store, Version
 from tests import buckets, spent
 from tests.warm import REAL_PYTHON, start_servers, use_warm_python
 
+# with Python's default, collecting garbage takes a twentieth of the time
+gc.set_threshold(10_000, 20, 50)
 # a shell's background job ignores SIGINT, and so would every child: tests that interrupt one would
 # wait for nothing
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -187,7 +187,7 @@ TARGETS = (
         (
             GENERATE_STAGE,
             f"{TURNS}::test_other_environments_and_limits_are_other_work",
-            "tests/stages/generate/test_generate_vllm_lora.py::test_it_samples_from_base_and_adapter",
+            "tests/stages/generate/test_generate_vllm_lora.py::test_the_manifest_names_the_weights_and_the_base",
         ),
     ),
     Target("stages/core/store/tags.py", (f"{STORE}/test_tags.py",)),

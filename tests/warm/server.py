@@ -183,6 +183,7 @@ class Server:
         return None
 
     def _warm(self) -> None:
+        gc.set_threshold(100_000, 50, 100)  # what is imported stays; forks begin with this too
         for name in IMPORTS[self._kind]:
             importlib.import_module(name)
         gc.collect()

@@ -20,7 +20,7 @@ from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.runner import run_stage
-from quiver.stages.core.store import Store, writer
+from quiver.stages.core.store import Store, sharing, writer
 from quiver.stages.generate import shards, stage
 from quiver.stages.generate.prompts import select_prompts
 from quiver.stages.generate.requests import Requests
@@ -40,10 +40,10 @@ def config(**changed) -> Config:
     return parse(Config, {**SCRIPTED, **changed}, "generate")
 
 
-def run(store, prompts, policy, *, force=False, **changed):
+def run(store, prompts, policy, *, force=False, share=False, **changed):
     """The rollouts of these prompts, under the scripted engine with `changed`."""
-    given = config(**changed)
-    return store.open(stage_run(given, store, prompts=prompts.ref, policy=policy.ref, force=force))
+    given = {"prompts": prompts.ref, "policy": policy.ref, "force": force, "share": share}
+    return store.open(stage_run(config(**changed), store, **given))
 
 
 def rows_of(version) -> list[dict]:
@@ -269,6 +269,25 @@ def test_an_engine_that_leaves_a_row_out_is_not_asked_for_ever(store, policy):
     prompts = make_prompts(store, [[5], [6]])
     with pytest.raises(SchemaError, match="1 of 6 rows were never answered, the first is row 2"):
         run(store, prompts, policy, engine=f"{MAKING}:Forgets")
+
+
+def test_work_that_another_process_has_committed_is_not_done_to_its_end(store, policy, monkeypatch):
+    """A shard may take an hour; a process looks whenever it writes a line of progress."""
+    monkeypatch.setattr(shards, "_SECONDS_BETWEEN_LINES", -1.0)
+    monkeypatch.setattr(sharing, "LEAST_PATIENCE_SECONDS", 0.0)
+    prompts = make_prompts(store, [[5], [6]])
+    answered, versions = [], []
+
+    def answers(self, request):
+        answered.append(request.index)
+        if len(answered) == 1:  # the slow process; the quick one takes its shard
+            versions.append(run(store, prompts, policy, engine=f"{MAKING}:Honest", share=True))
+        yield good(request.index)
+
+    monkeypatch.setattr(making.Honest, "answers", answers)
+    versions.append(run(store, prompts, policy, engine=f"{MAKING}:Honest", share=True))
+    assert [str(version.ref) for version in versions] == ["tiny/rollouts@1"] * 2
+    assert answered == [0, *range(6)]
 
 
 def test_finished_shards_outlive_an_engine_that_dies(store, policy, monkeypatch):
