@@ -49,8 +49,8 @@ class Promotion(Config):
     """Quantity to compare: `score`, or e.g. `pass@4` if `evaluate.k` contains 4."""
     confidence: float = Field(default=0.95, ge=0.5, lt=1)
     """Confidence required: the one-sided lower confidence bound of the difference, paired by
-    prompt, must reach `margin`. 0.5: the difference itself must reach it, however uncertain it
-    is."""
+    prompt, must reach `margin`, and half its p-value must be at most 1 − confidence. 0.5: the
+    difference itself must reach it, however uncertain it is."""
     max_kl: float | None = Field(default=1.0, ge=0)
     """Largest KL divergence, in nats per token, between a policy of the night and the policy that
     sampled for it (`approx_kl` of any optimizer step). A better policy beyond this limit or one of
@@ -94,14 +94,16 @@ class Judgement(NamedTuple):
     better: bool
     why: str
     numbers: dict[str, Any]
-    """by, difference {score, stderr, n}, bound, margin, confidence"""
+    """by, difference {score, stderr, n}, p, bound, margin, confidence"""
 
 
 def judge(promotion: Promotion, metrics: dict[str, Any]) -> Judgement:
     """Judge an evaluation with a baseline by the metrics of its manifest.
 
-        better  ⇔  difference − t(confidence) · stderr ≥ margin, and the difference is above 0
+        better  ⇔  difference − t(confidence) · stderr ≥ margin, the difference is above 0, and
+                   p / 2 ≤ 1 − confidence
 
+    Differences that are all equal have no standard error, so p alone says how few they are.
     Raises LineageError if the metrics lack the difference.
     """
     k = promotion.by.partition("@")[2]
@@ -111,10 +113,12 @@ def judge(promotion: Promotion, metrics: dict[str, Any]) -> Judgement:
         problem = f"its metrics hold no difference of {promotion.by} to the policy in use"
         raise LineageError("evaluation", problem, next="quiver verify")
     estimate = Estimate(*(estimates[k or "score"][name] for name in Estimate._fields))
+    p = estimates[k or "score"]["p"]
     bound = lower_bound(estimate, promotion.confidence)
     numbers = {
         "by": promotion.by,
         "difference": estimate._asdict(),
+        "p": p,
         "bound": bound,
         "margin": promotion.margin,
         "confidence": promotion.confidence,
@@ -127,7 +131,11 @@ def judge(promotion: Promotion, metrics: dict[str, Any]) -> Judgement:
         f" ± {estimate.stderr:.4f} over {estimate.n} prompts; at least {bound:+.4f} with "
         f"confidence {promotion.confidence:g}, margin {promotion.margin:g}{_left_out(metrics)}"
     )
-    return Judgement(bound >= promotion.margin and estimate.score > 0, why, numbers)
+    is_above = bound >= promotion.margin and estimate.score > 0
+    is_chance = p / 2 > 1 - promotion.confidence
+    if is_above and is_chance:
+        why += f"; so few prompts may differ by chance, p = {p:.2g}"
+    return Judgement(is_above and not is_chance, why, numbers)
 
 
 def _left_out(metrics: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ A curriculum prefers rows with the right difficulty, measured by earlier rewards
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -93,7 +94,8 @@ def choose_rows(
 
     First come rows that none of the `rewards` has, in the order of `choose`, beginning with the
     rows it takes. Then come rows whose last mean reward is within the curriculum's bounds, then the
-    others. Within both groups, rows that were not asked for the longest time come first.
+    others. Within both groups, rows that were not asked for the longest time come first. Rows that
+    were dropped because they are too long come last of all: they were asked, and have no reward.
 
     Args:
         config: Limit, seed, round and curriculum.
@@ -112,9 +114,10 @@ def choose_rows(
     if curriculum is None:
         chosen = choose(num_rows, config.limit, config.seed, config.round)
         return chosen[: config.first], {}
-    measured: dict[str, tuple[str, int]] = {}
+    measured: dict[str, tuple[str, float]] = {}
     for age, version in enumerate(rewards):
-        _require_same_source(config, version, store)
+        for group in _dropped_groups(config, version, store):
+            measured[group] = OUTSIDE, math.inf
         table = version.table(["group_id", "reward"])
         for row in table.group_by("group_id").aggregate([("reward", "mean")]).to_pylist():
             mean = row["reward_mean"]
@@ -149,15 +152,20 @@ def open_rewards(config: Config, store: Store, refs: str | list[str] | None) -> 
     }
 
 
-def _require_same_source(config: Config, rewards: Version, store: Store) -> None:
-    """Raise LineageError if `rewards` belong to another source, whose group ids mean other rows."""
+def _dropped_groups(config: Config, rewards: Version, store: Store) -> list[str]:
+    """Return the groups that were too long to be asked in the iteration of `rewards`.
+
+    Raises LineageError if it belongs to another source, whose group ids mean other rows.
+    """
     with_expired = store.with_expired()  # a manifest is enough
     manifest = rewards.manifest
-    for role in ("rollouts", "prompts"):
+    dropped: list[str] = []
+    for role, metric in (("rollouts", "dropped"), ("prompts", "dropped_group_ids")):
         entry = manifest.input(role)
         if entry is None:
             break
         manifest = with_expired.open(entry.ref).manifest
+        dropped += manifest.metrics.get(metric, ())
     names = ("source_sha256", "group_id", "group_prefix")
     expected = {name: getattr(config, name) for name in names}
     if {name: manifest.config.get(name) for name in names} != expected:
@@ -167,3 +175,4 @@ def _require_same_source(config: Config, rewards: Version, store: Store) -> None
             f"the current rows of {config.source}",
             next="name rewards of the same rows, or none",
         )
+    return dropped

@@ -1,5 +1,7 @@
 """The rule of promotion on made-up numbers; no stage runs here."""
 
+from statistics import NormalDist
+
 import pyarrow as pa
 import pytest
 
@@ -7,6 +9,7 @@ from quiver.flows.promotion import Promotion, decide, entry_of, judge, moved
 from quiver.schemas import evaluations
 from quiver.schemas.errors import ConflictError
 from quiver.stages.core.config import Config
+from quiver.stages.evaluate.estimators import differences
 from quiver.stages.turns.statistics import LIMITS
 from tests.benchmarks.made import rollouts_table
 from tests.stages.core.store.test_store import Settings, commit
@@ -14,10 +17,11 @@ from tests.writing import begin
 
 
 def metrics(score, stderr, n=400, k=None):
-    told = {"score": score, "stderr": stderr, "n": n}
+    p = 2 * NormalDist().cdf(-abs(score) / stderr) if stderr else 1.0
+    told = {"score": score, "stderr": stderr, "n": n, "p": p}
     return {
         "difference": {
-            "score": told if k is None else {"score": -9.0, "stderr": 0.0, "n": n},
+            "score": told if k is None else {"score": -9.0, "stderr": 0.0, "n": n, "p": 1.0},
             "pass@k": {str(k): told},
         }
     }
@@ -46,6 +50,18 @@ def test_better_by_the_margin_and_by_more_than_chance(score, stderr, options, be
         t = {0.5: 0.0, 0.9: 1.2837, 0.95: 1.6487}[promotion.confidence]  # 399 degrees of freedom
         assert judged.numbers["bound"] == pytest.approx(score - t * stderr, abs=1e-4 * stderr)
     assert f"{score:+.4f}" in judged.why
+
+
+@pytest.mark.parametrize(("num_prompts", "better"), [(2, False), (3, False), (4, True)])
+def test_equal_differences_of_few_prompts_may_be_chance(num_prompts, better):
+    """They have no standard error: two prompts that both went from 0 to 1 are no certainty."""
+    after, before = ({f"g{row}": [score] for row in range(num_prompts)} for score in (1.0, 0.0))
+    compared = {"difference": differences(after, before, [1], (1.0, 1.0))}
+    for by in ("score", "pass@1"):
+        judged = judge(Promotion(by=by), compared)
+        assert judged.better is better
+        assert ("may differ by chance" in judged.why) is not better
+    assert judge(Promotion(confidence=0.5), compared).better
 
 
 def test_what_is_compared_may_be_pass_at_k():

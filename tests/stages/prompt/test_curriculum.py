@@ -35,10 +35,11 @@ def prompts_of(store, source, round, *rewards, curriculum=MIDDLE, **fields):
     return store.open(ref)
 
 
-def score(store, prompts, *means):
+def score(store, prompts, *means, **fields):
     """Rewards of two answers to each prompt, by the row's number: of these means; None: no
     answer is scored."""
     config = {"engine": "scripted", "samples_per_prompt": 2, "sampling": {"max_tokens": 8}}
+    config |= fields
     refs = {"prompts": prompts.ref, "policy": "tiny/policy@0"}
     rollouts = store.open(run_stage("generate", config, store, in_process=True, **refs))
 
@@ -78,6 +79,22 @@ def test_then_those_within_the_bounds_and_the_longest_unasked_first(store, polic
     asked_first = {row for row in rows_of(first) if row % 2 == 0}
     assert set(rows_of(third)[: len(asked_first)]) == asked_first
     assert counts(third) == (0, 4, 0)
+
+
+@pytest.mark.parametrize("stage", ["prompt", "generate"])
+def test_rows_that_were_dropped_are_not_asked_for_ever(store, policy, tmp_path, stage):
+    """They never get a reward. Odd rows are too long, for the prompt stage or for generate."""
+    rows = [{"question": "What is it? " * (1 + 20 * (number % 2))} for number in range(ROWS)]
+    source = tmp_path / "rows.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    limits = {"max_prompt_tokens": 60, "overlong": "drop"} if stage == "prompt" else {}
+    drops = {"overlong": "drop", "max_model_len": 60} if stage == "generate" else {}
+    scored: list = []
+    for round in range(1, 6):
+        prompts = prompts_of(store, str(source), round, *scored, **limits)
+        scored.append(score(store, prompts, 1.0, **drops))
+    asked = scored[-1].table()["group_id"].unique().to_pylist()
+    assert sorted(map(int, asked)) == [0, 2, 4, 6]
 
 
 def test_where_too_few_lie_within_the_others_fill_the_round(store, policy, source):
