@@ -239,7 +239,8 @@ class Sweep(Config):
     whole run."""
     over: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default_factory=dict)
     """Values by key of the recipe, e.g. `"optimize.learning_rate" = [1e-6, 3e-6]`; each combination
-    is a cell. A table is put over the recipe's, but for its `name`, which the result shows."""
+    is a cell. A table is put over the recipe's, but for its `name`, which the result shows (the
+    `name` of [data] is a key of its own)."""
     num_seeds: int = Field(1, ge=1)
     """Each cell this many times, with `seed`, `seed` + 1, …; each time is a row of the result."""
 

@@ -100,7 +100,7 @@ def cells_of(recipe: Recipe) -> list[Cell]:
         sections = plain
         for key, value in settings.items():
             over: Any = value
-            if isinstance(value, dict):  # its name is for the table
+            if isinstance(value, dict) and key != "data":  # its name is for the table
                 over = {name: part for name, part in value.items() if name != "name"}
             for name in reversed(key.split(".")):
                 over = {name: over}
@@ -325,7 +325,11 @@ def _distinct(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     distinct = []
     for row in rows:
         if row["evaluation"]:
-            settings = {key: value for key, value in row["settings"].items() if key != "seed"}
+            settings = {
+                key: value
+                for key, value in row["settings"].items()
+                if key.rpartition(".")[2] != "seed"
+            }
             marks = {digest(settings), row["weights"]}
             if seen.isdisjoint(marks):
                 distinct.append(row)

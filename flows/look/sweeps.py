@@ -13,6 +13,7 @@ it was left out by answers to the same held-out prompts.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +28,7 @@ from quiver.stages.core.store.storage import read_checked
 from quiver.stages.evaluate.statistics import CONFIDENCE, holm
 
 from .comparisons import interval_of
-from .words import aligned, cell, counted, number, score_of
+from .words import aligned, counted, number, score_of
 
 MOST_OF_ERROR = 40
 """Most characters of a cell's error in the table; below it stands the whole."""
@@ -82,8 +83,12 @@ def _rank(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def label_of(value: Any) -> str:
-    """Return a value of [sweep] as a word: a table's name, else the value itself."""
-    return cell(value.get("name", value) if isinstance(value, dict) else value)
+    """Return a value of [sweep] as a word: a table's name, else the value itself as JSON.
+
+    Settings are not rounded: two that differ in the last digit are two cells.
+    """
+    word = value.get("name", value) if isinstance(value, dict) else value
+    return printable(word if isinstance(word, str) else json.dumps(word, ensure_ascii=False))
 
 
 def labels_of(row: Mapping[str, Any]) -> dict[str, str]:

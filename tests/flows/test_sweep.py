@@ -21,7 +21,7 @@ from quiver.flows.look.stage import render
 from quiver.flows.look.sweeps import cell_rows, flat_row, show, sweep_lines, table_of
 from quiver.flows.look.words import score_of
 from quiver.flows.recipe import load
-from quiver.flows.sweep import _hopeless, _Running, cells_of, saved, sweep
+from quiver.flows.sweep import _distinct, _hopeless, _Running, cells_of, saved, sweep
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.refs import parse
 from quiver.stages.core.run import stage_process
@@ -355,6 +355,8 @@ def test_over_is_read_as_a_recipe_is(folder, monkeypatch, command, capsys):
             "data=[{held_out={limit=2}}]",
         )
     ]
+    named = load("recipe.toml", [*whole, "sweep.over={data=[{name='main'}, {name='socratic'}]}"])
+    assert [cell.recipe.data.name for cell in cells_of(named)] == ["main", "socratic"]
     for wrong, words in (
         (none, "names no key"),
         (sampled, "does not change what is learned"),
@@ -403,6 +405,23 @@ def test_a_cell_whose_interval_ends_below_another_ones_is_not_measured(made):
     assert second == ["estimated 0.3450, 0.2000 … 0.4900", "not measured"]
     assert first[0] == "estimated 0.6000, 0.5000 … 0.7000" and last == ["", "not measured"]
     assert flat_row("cells", rows[1])["estimate_high"] == 0.49
+
+
+def test_settings_are_shown_as_they_were_given_and_other_seeds_are_one_setting():
+    rates = (1e-5, 1.00002e-5)
+    cells = {
+        str(number): {"settings": {"optimize.learning_rate": rate, "optimize.seed": seed,
+                                   "data.limit": 2048, "optimize.lora": None, "reward.clip": True},
+                      "policy": None}
+        for number, (rate, seed) in enumerate(itertools.product(rates, (1, 2)), 1)
+    }  # fmt: skip
+    rows = cell_rows(Store("store"), cells)
+    shown = [flat_row("cells", row)["learning_rate"] for row in rows]
+    assert list(map(float, shown)) == [1e-5, 1e-5, 1.00002e-5, 1.00002e-5]
+    flat = flat_row("cells", rows[0])
+    assert [flat[name] for name in ("limit", "lora", "clip")] == ["2048", "null", "true"]
+    measured = [{**row, "evaluation": "e", "weights": str(row["cell"])} for row in rows]
+    assert [row["cell"] for row in _distinct(measured)] == [1, 3]
 
 
 def test_a_cell_that_was_only_estimated_counts_in_the_correction(made, command):
