@@ -168,8 +168,10 @@ class _Exporter:
                 "read the version's own files with `datasets`",
             )
         self._starts = prompts.manifest.metrics.get("assistant_starts") or {}
-        is_known = bool(self._starts) and None not in self._starts.values()
-        self.is_chat = is_known and not table["messages"].null_count
+        messages = table["messages"].combine_chunks()
+        self.is_chat = not messages.null_count and all(
+            self._starts.get(role) is not None for role in _last_roles(messages).unique().to_pylist()
+        )
         is_dialogue = options.format not in ("trajectories", "verl")
         if is_dialogue and self.has_turns and (options.ids or not self.is_chat):
             problem = "has turns, whose ids, and texts without messages, only trajectories hold"
@@ -329,13 +331,11 @@ class _Exporter:
 
     def _beginnings(self, rows: pa.Table) -> list[str]:
         """Return the end of each prompt that already belongs to the answer, such as `<think>`."""
-        messages = rows["messages"].combine_chunks()
-        ends = np.cumsum(pc.list_value_length(messages)) - 1
-        roles = pc.struct_field(messages.flatten(), "role").take(pa.array(ends))
+        roles = _last_roles(rows["messages"].combine_chunks()).to_pylist()
         texts = rows["prompt_text"].to_pylist()
         return [
             prefill(text, self._starts[role]) or ""
-            for text, role in zip(texts, roles.to_pylist(), strict=True)
+            for text, role in zip(texts, roles, strict=True)
         ]
 
     def _ids(self, name: str, rows: pa.Table) -> dict[str, Any]:
@@ -434,6 +434,12 @@ class _Exporter:
                 is_other |= again[len(again) - len(written) :] != written
             self.exported.tokenised += 1
             self.exported.other_ids += is_other
+
+
+def _last_roles(chats: pa.ListArray) -> pa.StringArray:
+    """Return the role of the last message of each chat."""
+    ends = np.cumsum(pc.list_value_length(chats)) - 1
+    return pc.struct_field(chats.flatten(), "role").take(pa.array(ends))
 
 
 def _aborted(reasons: pa.Array, is_aborted: np.ndarray) -> pa.Array:

@@ -244,23 +244,39 @@ class Renderer:
         """Return, for the manifest, how the template begins and ends an assistant's turn.
 
         `assistant_starts` has the text before an assistant's own text, for each role that a chat
-        ends with. To read a completion as a message, use it to find the part of `prompt_text` that
+        ends with; with [generate.turns] also for the roles of an environment's answers, since
+        `branch` makes prompts that end with one. To read a completion as a message, use it to find the part of `prompt_text` that
         already belongs to that message. `assistant_end` has `id` and `text` of the control token
         that ends the turn. A text or the end is None if it cannot be determined, or differs between
         rows with tools and without.
         """
         starts: dict[str, str | None] = {}
+        later_starts: dict[str, str | None] = {}
         end = None
+
+        def start_after(roles: Sequence[str]) -> str | None:
+            return _only(
+                learn_start(template.probe, roles, self._guard.token_ends)
+                for template in self._templates.values()
+            )
+
         for number, chat in enumerate(chats.drop_null()):
             roles = [message["role"] for message in chat.as_py()]
             if roles[-1] not in starts:
-                starts[roles[-1]] = _only(
-                    learn_start(template.probe, roles, self._guard.token_ends)
-                    for template in self._templates.values()
-                )
+                starts[roles[-1]] = start_after(roles)
             if number == 0:
                 id = _only(self._end_ids(roles))
                 end = None if id is None else {"id": id, "text": self._guard.decode([id])}
+                if self.config.turns:
+                    answers = ("user", "tool") if self.tools else ("user",)
+                    later_starts = {
+                        role: start_after([*roles, "assistant", role]) for role in answers
+                    }
+        starts |= {
+            role: start
+            for role, start in later_starts.items()
+            if role not in starts and start is not None
+        }
         return {"assistant_starts": starts, "assistant_end": end}
 
     def _end_ids(self, roles: Sequence[str]) -> set[int]:

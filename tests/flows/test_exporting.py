@@ -415,6 +415,21 @@ def test_episodes_without_messages_are_trajectories_only(tmp_path):
         export(store, str(rollouts.ref), tmp_path / "sft.jsonl", Options("sft"))
 
 
+def test_chats_that_end_with_a_role_unlike_the_prompts_are_trajectories_only(tmp_path):
+    """`branch` ends a chat with a tool's answer; how an answer begins after it is not known."""
+    store = Store(tmp_path / "store")
+    made = with_tools(store, tmp_path)
+    cut = store.open(run_here("branch", {"turn": 1}, store, rollouts=made.rollouts.ref, into="cut"))
+    rows = [
+        episodes.row(f"{row['group_id']}-0", [episodes.turn(1)], prompt_ids=row["prompt_ids"])
+        | {"group_id": row["group_id"]}
+        for row in cut.table().to_pylist()
+    ]
+    rollouts = episodes.write(store, made.policy, rows, "cut", cut)
+    with pytest.raises(LineageError, match="only trajectories"):
+        export(store, str(rollouts.ref), tmp_path / "sft.jsonl", Options("sft"))
+
+
 @pytest.mark.parametrize("most_bytes", [1, 2**26])
 def test_json_lines_are_what_python_would_write(monkeypatch, most_bytes):
     monkeypatch.setattr(json_lines, "_MOST_BYTES", most_bytes)

@@ -153,6 +153,18 @@ class Tells:
 """
 
 
+def test_the_manifest_tells_how_an_answer_begins_after_a_tool(store, policy, source, tmp_path):
+    """Chats that `branch` makes of these episodes end with the environment's answers."""
+    (tmp_path / "tells.py").write_text(SEED)
+    header = "<|im_end|>\n<|im_start|>assistant\n"
+    for turns, roles in (
+        ({"environment": f"{tmp_path}/tells.py:Tells"}, ["user"]),
+        ({"tools": ["python"]}, ["user", "tool"]),
+    ):
+        version = store.open(run(Config(source=source, prompt="question", turns=turns), store))
+        assert version.manifest.metrics["assistant_starts"] == dict.fromkeys(roles, header)
+
+
 def test_each_row_is_opened_with_its_own_seed(store, policy, source, tmp_path, monkeypatch):
     """Those too that are begun when others have ended."""
     monkeypatch.setattr(openings, "_MOST_OPEN", 3)
