@@ -170,7 +170,8 @@ class _Exporter:
         self._starts = prompts.manifest.metrics.get("assistant_starts") or {}
         messages = table["messages"].combine_chunks()
         self.is_chat = not messages.null_count and all(
-            self._starts.get(role) is not None for role in _last_roles(messages).unique().to_pylist()
+            self._starts.get(role) is not None
+            for role in _last_roles(messages).unique().to_pylist()
         )
         is_dialogue = options.format not in ("trajectories", "verl")
         if is_dialogue and self.has_turns and (options.ids or not self.is_chat):
@@ -273,13 +274,12 @@ class _Exporter:
     @cached_property
     def _gains(self) -> np.ndarray:
         """[rollouts] float64: the score minus the mean of its prompt's scores."""
-        means = np.array(self.joined.groups()["mean"], float)[self._groups]
-        return np.where(np.isclose(self._scores, means), 0, self._scores - means)
+        gains = self._scores - np.array(self.joined.groups()["mean"], float)[self._groups]
+        return np.where(np.abs(gains) <= _rounding(self._scores), 0, gains)
 
     def _are_apart(self, gaps: np.ndarray, scores: np.ndarray) -> np.ndarray:
         """Return which gaps are large enough, and count the others."""
-        rounding = 1e-6 * np.maximum(1, np.abs(scores))  # scores were rounded to float32
-        is_large = (gaps > 0) & (gaps >= self.options.min_gap - rounding)
+        is_large = (gaps > 0) & (gaps >= self.options.min_gap - _rounding(scores))
         self.exported.left_out["without a difference"] += int((~is_large).sum())
         return is_large
 
@@ -334,8 +334,7 @@ class _Exporter:
         roles = _last_roles(rows["messages"].combine_chunks()).to_pylist()
         texts = rows["prompt_text"].to_pylist()
         return [
-            prefill(text, self._starts[role]) or ""
-            for text, role in zip(texts, roles, strict=True)
+            prefill(text, self._starts[role]) or "" for text, role in zip(texts, roles, strict=True)
         ]
 
     def _ids(self, name: str, rows: pa.Table) -> dict[str, Any]:
@@ -434,6 +433,11 @@ class _Exporter:
                 is_other |= again[len(again) - len(written) :] != written
             self.exported.tokenised += 1
             self.exported.other_ids += is_other
+
+
+def _rounding(scores: np.ndarray) -> np.ndarray:
+    """Return how far scores may be off, since they were rounded to float32."""
+    return 1e-6 * np.maximum(1, np.abs(scores))
 
 
 def _last_roles(chats: pa.ListArray) -> pa.StringArray:

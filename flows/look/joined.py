@@ -31,6 +31,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from quiver.schemas.cells import Cells
 from quiver.schemas.errors import (
     ConfigError,
     CorruptError,
@@ -306,31 +307,48 @@ class Joined:
         return {
             name: cache(lambda name=name: self.values(name).cast(options=to_double).to_numpy())
             for name, kind in self.own_columns.items()
-            if not pa.types.is_string(kind)
+            if not _is_text(kind)
         }
 
     @cached_property
     def own_columns(self) -> dict[str, pa.DataType]:
-        """Types of the user's columns that hold one number, text or yes and no, by name."""
+        """Types of the user's columns that hold one number, text or yes and no, by name.
+
+        A column that mixes 1 and 2.5 is stored as JSON; its type here is float64.
+        """
         prompts = self.shards.get("prompts")
         if prompts is None:
             return {}
-        types = pa.types
-        return {
-            field.name: field.type
-            for field in prompts.schema.field("columns").type
-            if field.name not in OURS
-            for is_kind in (types.is_integer, types.is_floating, types.is_boolean, types.is_string)
-            if is_kind(field.type)
-        }
+        kinds = {}
+        for field in prompts.schema.field("columns").type:
+            kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+            if isinstance(kind, Cells) and kind.storage_type == pa.string():
+                with suppress(pa.ArrowInvalid):  # not numbers alone
+                    kind = self._own_cells(field.name).type
+            is_simple = _is_text(kind) or any(
+                is_kind(kind)
+                for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+            )
+            if field.name not in OURS and is_simple:
+                kinds[field.name] = kind
+        return kinds
+
+    def _own_cells(self, name: str) -> pa.ChunkedArray:
+        """Return a column of the user's, without dictionaries, and numbers in JSON as float64.
+        [prompts]"""
+        column = pc.struct_field(self.shards["prompts"].column("columns"), name)
+        if isinstance(column.type, Cells):
+            chunks = [chunk.storage for chunk in column.chunks]
+            return pa.chunked_array(chunks, column.type.storage_type).cast(pa.float64())
+        is_dictionary = pa.types.is_dictionary(column.type)
+        return column.cast(column.type.value_type) if is_dictionary else column
 
     def values(self, name: str) -> pa.ChunkedArray:
         """Return a column of rollouts or one of `own_columns`. [rollouts]"""
         if name in _TEXTS:
             return self.rollouts.column(name)
         places = self.places("prompts")
-        column = pc.struct_field(self.shards["prompts"].column("columns"), name)
-        return column.take(pa.array(places, mask=places < 0))
+        return self._own_cells(name).take(pa.array(places, mask=places < 0))
 
     def number(self, name: str) -> np.ndarray:
         """Return one of `numbers`. Raises ConfigError if the name is unknown."""
@@ -430,11 +448,13 @@ class Joined:
             )
         name, sign, text = match.groups()
         name = _SHOWN_AS.get(name, name)
-        own = [each for each, kind in self.own_columns.items() if pa.types.is_string(kind)]
+        own = [each for each, kind in self.own_columns.items() if _is_text(kind)]
         text_names = [*self._text_names, *(each for each in own if each not in self.numbers)]
         if name in text_names and sign in ("=", "!="):
             is_equal = pc.equal(self.values(name), text).fill_null(False).to_numpy()
             return is_equal if sign == "=" else ~is_equal
+        if self.own_columns.get(name) == pa.bool_():
+            text = {"true": "1", "false": "0"}.get(text, text)
         try:
             number = float(text)
         except ValueError:
@@ -562,6 +582,10 @@ def open_joined(store: Store, ref: str | Ref, most_bytes: int | None = None) -> 
         if joined is not None
     }
     return Joined(store, version.ref, shards)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def _named(store: Store, manifest: Manifest, ref: str, kind: str) -> Version | None:

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import ConfigError, LineageError
+from quiver.schemas.errors import ConfigError, LineageError, did_you_mean
 from quiver.schemas.refs import Ref, check_name, parse
 from quiver.stages.core.lineage import pair_prompts, prompts_of
 from quiver.stages.core.run.stage import is_made_alike
@@ -156,6 +156,10 @@ def _newest_first(store: Store, name: str) -> Iterator[Version]:
         if store.numbers(check_name(name, "run"), "evaluations"):
             yield store.open(f"{name}/evaluations@latest")
             return
+        runs = store.runs()
+        if name not in runs:
+            problem = f"has no versions{did_you_mean(name, runs)}"
+            raise LineageError(f"run {name}", problem, next="quiver ls")
         raise _no_evaluation(store, f"run {name}", [name])
     ref = parse(name)
     if ref.kind == "evaluations":

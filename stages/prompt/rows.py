@@ -245,10 +245,10 @@ class Renderer:
 
         `assistant_starts` has the text before an assistant's own text, for each role that a chat
         ends with; with [generate.turns] also for the roles of an environment's answers, since
-        `branch` makes prompts that end with one. To read a completion as a message, use it to find the part of `prompt_text` that
-        already belongs to that message. `assistant_end` has `id` and `text` of the control token
-        that ends the turn. A text or the end is None if it cannot be determined, or differs between
-        rows with tools and without.
+        `branch` makes prompts that end with one. To read a completion as a message, use it to find
+        the part of `prompt_text` that already belongs to that message. `assistant_end` has `id` and
+        `text` of the control token that ends the turn. A text or the end is None if it cannot be
+        determined, or differs between rows with tools and without.
         """
         starts: dict[str, str | None] = {}
         later_starts: dict[str, str | None] = {}

@@ -90,10 +90,23 @@ def test_a_gap_of_rounded_scores_is_as_large_as_it_says(made, tmp_path):
 
 
 def test_labels_say_if_an_answer_is_above_the_mean_of_its_prompt(made, tmp_path):
-    """Means are 0.5, 1 and 0.4: what lies at the mean has no label."""
-    rows = written(made, tmp_path, "kto")
-    labels = {row["completion"][0]["content"]: row["label"] for row in rows}
-    assert labels == {"12": True, "no": False, "3": False, "four": False, "it is 3": True}
+    """Means are 0.5, 1 and 0.4: what lies at the mean has no label. The same for large rewards."""
+    store, versions = made
+    table = versions.rewards.table()
+    rewards = dict(
+        zip(*(table[name].to_pylist() for name in ("rollout_id", "reward")), strict=True)
+    )
+
+    def large(row):
+        reward = rewards[row["rollout_id"]]
+        return None if reward is None else [100_000 + 10 * reward]
+
+    scored = episodes.write_rewards(store, versions.rollouts, large, "large", of_turns=False)
+    for ref in (versions.rewards.ref, scored.ref):
+        path = tmp_path / f"{ref.run}.jsonl"
+        export(store, str(ref), path, Options("kto"))
+        labels = {row["completion"][0]["content"]: row["label"] for row in rows_of(path)}
+        assert labels == {"12": True, "no": False, "3": False, "four": False, "it is 3": True}
 
 
 def test_conditions_choose_answers_to_imitate(made, tmp_path):

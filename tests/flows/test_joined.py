@@ -12,6 +12,7 @@ import pytest
 import quiver
 from quiver.flows.look.joined import Joined, Selection, open_joined
 from quiver.flows.look.shards import Shards
+from quiver.schemas.cells import json_array
 from quiver.schemas.errors import ConfigError, CorruptError, LineageError
 from quiver.stages.core.store import Store
 from tests.benchmarks.made import (
@@ -193,6 +194,32 @@ def test_own_numbers_are_compared_exactly(tmp_path):
     found = {where: joined.order(Selection(where=where)) // 8 for where in groups_of}
     assert {where: set(groups) for where, groups in found.items()} == groups_of
     assert len(joined.order(Selection(sort="id", descending=True))) == 16
+
+
+def test_own_columns_of_any_storage_are_texts_numbers_and_yes_or_no(tmp_path):
+    """As pandas and `datasets` write texts, and as a column is kept that mixes 1 and 2.5."""
+    columns = {
+        "large": pa.array(["easy", "hard"], pa.large_string()),
+        "category": pa.array(["easy", "hard"]).dictionary_encode(),
+        "mixed": json_array([1, 2.5]).chunk(0),
+        "other": json_array([1, "b"]).chunk(0),
+        "flag": pa.array([True, None]),
+    }
+    own = pa.StructArray.from_arrays([*columns.values()], [*columns])
+    joined = with_columns(tmp_path, own)
+    for where, group in (
+        ("large = easy", 0),
+        ("category != easy", 1),
+        ("mixed > 1", 1),
+        ("mixed = 1", 0),
+        ("flag = true", 0),
+        ("flag != true", 1),
+    ):
+        assert {*(joined.order(Selection(where=where)) // 8)} == {group}, where
+    assert joined.groups("mixed")["mixed"].to_pylist() == [1, 2.5]
+    assert joined.groups("category")["category"].to_pylist() == ["easy", "hard"]
+    with pytest.raises(ConfigError, match="large, category, mixed, flag"):
+        joined.groups("other")
 
 
 def test_an_own_column_may_have_a_name_of_the_table_of_means(tmp_path):

@@ -142,6 +142,9 @@ def test_compare_through_the_command_line(store, evaluated, capsys):
     with pytest.raises(LineageError, match="has no evaluation yet") as caught:
         command("compare", "first", "first.eval", *in_store)
     assert caught.value.next == "quiver evaluate RECIPE"
+    with pytest.raises(LineageError, match="has no versions; did you mean second") as caught:
+        command("compare", "first", "secnd", *in_store)
+    assert caught.value.next == "quiver ls"
     with pytest.raises(ConfigError, match="expected a version of evaluations or policy"):
         command("compare", "first", "first.eval/rollouts@1", *in_store)
 
