@@ -28,10 +28,10 @@ def other(store):
     return make_policy(store, "other", seed=1)
 
 
-@pytest.fixture(params=[1.0, 0.7])
-def rollouts(store, policy, request):
+@pytest.fixture
+def rollouts(store, policy):
     """40 rollouts of 8 prompts, of which one is empty."""
-    rows = world.rows_of(policy, 8, 5, temperature=request.param)
+    rows = world.rows_of(policy, 8, 5, temperature=0.7)
     rows[3] |= {"completion_ids": [], "old_logprobs": []}
     return world.write_rollouts(store, policy, rows)
 
@@ -79,14 +79,6 @@ def test_it_is_the_models_own_logprob(store, policy, other, rollouts, packing):
         assert (manifest.metrics["packing"], manifest.metrics["attention"]) == (packing, attention)
 
 
-def test_shards_grow_with_the_rollouts(store, policy, monkeypatch):
-    rollouts = world.write_rollouts(store, policy, world.rows_of(policy, 120, 5))
-    monkeypatch.setattr(writer, "MOST_SHARDS", 2)
-    scored = score(store, rollouts, policy, role="prox")
-    assert [entry.rows for entry in scored.manifest.files] == [512, 88]
-    assert_close(logprobs(scored), expected(policy, rollouts))
-
-
 def test_its_rows_must_be_those_of_the_rollouts(store, policy, few, monkeypatch):
     asked = ids_asked_for(monkeypatch)
     score(store, few, policy)
@@ -107,13 +99,18 @@ def test_rollouts_of_one_group_are_each_scored_under_their_own_prompt(store, pol
     assert metrics["packing"] == "shared" and metrics["audit"]["max_gap"] < 1e-4
 
 
-def test_many_shards_and_another_budget_are_the_same_work(store, policy, other):
-    rows = world.rows_of(policy, 150, 2, longest=3)
+def test_many_shards_and_another_budget_are_the_same_work(store, policy, other, monkeypatch):
+    """Shards grow with the rollouts."""
+    rows = world.rows_of(policy, 150, 4, longest=3)
     rollouts = world.write_rollouts(store, policy, rows)
     version = score(store, rollouts, other)
-    assert [entry.rows for entry in version.manifest.files] == [256, 44]
+    assert [entry.rows for entry in version.manifest.files] == [256, 256, 88]
     assert_close(logprobs(version), expected(other, rollouts))
     assert score(store, rollouts, other, token_budget=64).ref == version.ref
+    monkeypatch.setattr(writer, "MOST_SHARDS", 2)
+    scored = score(store, rollouts, policy, role="prox")
+    assert [entry.rows for entry in scored.manifest.files] == [512, 88]
+    assert_close(logprobs(scored), [row["old_logprobs"] for row in rows])
 
 
 def test_completions_without_a_token_have_no_logprobs(store, policy, other):

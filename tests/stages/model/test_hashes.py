@@ -69,12 +69,13 @@ def test_what_goes_into_a_manifest_is_computed_and_sets_the_memory_right(
     assert len(hashed) == 2
 
 
-def test_who_waits_for_a_large_file_is_told_so_once(cache, later, path, caplog):
+def test_who_waits_for_a_large_file_is_told_so_once(cache, later, path, caplog, monkeypatch):
     caplog.set_level(logging.INFO, logger="quiver")
-    os.truncate(path, 2**30)
+    monkeypatch.setattr(user_cache, "_LARGE", 2**27)
+    os.truncate(path, 2**27)
     for _ in range(2):
         remembered(path)
-    assert caplog.messages == ["reading weights.bin (1.1 GB) for its hash"]
+    assert caplog.messages == ["reading weights.bin (0.1 GB) for its hash"]
 
 
 def test_a_changed_file_is_hashed_anew(cache, hashed, later, path):

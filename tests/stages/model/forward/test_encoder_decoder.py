@@ -1,6 +1,8 @@
 """Encoder-decoder models in padded micro-batches against transformers' own forward pass, one
 rollout at a time."""
 
+from itertools import product
+
 import pytest
 import torch
 from transformers import (
@@ -69,8 +71,8 @@ def _data() -> tuple[Sequences, list[int]]:
     ), groups
 
 
-@pytest.mark.parametrize("mode", ["shared", "packed", "single"])
-@pytest.mark.parametrize("kind", CONFIGS)
+# a budget of one token packs each rollout by itself, as `single` does
+@pytest.mark.parametrize("kind, mode", [*product(CONFIGS, ["shared", "packed"]), ("t5", "single")])
 def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(kind, mode):
     compare(Policy(_model(kind), autocast=False), mode, *_data())
 

@@ -134,7 +134,7 @@ def loops():
 
 
 @pytest.mark.parametrize("mode", ["shared", "packed"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gpt2", "llama4", "qwen3_next"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gpt2", "llama4", "qwen3_next"])
 def test_logprobs_and_gradients_are_those_of_one_rollout_at_a_time(loops, kind, mode):
     policy = Policy(forward._model(kind), autocast=False)
     policy.kernel = "varlen"

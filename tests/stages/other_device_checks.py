@@ -1,14 +1,15 @@
-"""A device beside the CPU where there is no GPU, as a plugin of pytest: `pytest -p
-tests.other_device TESTS`.
+"""Tests on a device beside the CPU where there is no GPU: `python -m
+tests.stages.other_device_checks TESTS`.
 
 It computes on the CPU, and refuses what a GPU would refuse: an operation on tensors of which one
 lives there and one on the CPU, unless it copies or indexes. The stages' models are put there,
-wherever a test's configuration wants them. It stands for the whole process, so nothing else imports
-this module. It knows nothing of CUDA's kernels, memory and streams: that is for tests/gpu.
+wherever a test's configuration wants them. It stands for the whole process, so nothing
+imports this module. It knows nothing of CUDA's kernels, memory and streams: that is for tests/gpu.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -220,3 +221,18 @@ def pytest_runtest_call(item: pytest.Item) -> Any:
     }  # the latter in inference mode, which takes nothing apart
     assert products & _done, f"{item.name} computed on the CPU alone"
     return result
+
+
+def _check() -> None:
+    """It computes, and refuses a tensor that was left on the CPU."""
+    there = torch.ones(2, 3).to(NAME)
+    assert (there @ there.T + torch.tensor(1.0)).tolist() == [[4, 4], [4, 4]]
+    assert there[torch.tensor([1])].device.type == NAME
+    refused = r"expected all tensors on one device, found tensors of shape \[\(3,\)\] on the CPU"
+    with pytest.raises(RuntimeError, match=refused):
+        there + torch.ones(3)
+
+
+if __name__ == "__main__":
+    _check()
+    sys.exit(pytest.main(sys.argv[1:], plugins=[sys.modules[__name__]]))
