@@ -30,7 +30,7 @@ from quiver.stages.core.store.leases import Leases
 from quiver.stages.core.store.places import open_storage
 from quiver.stages.core.store.retention import Rule, collect, remove
 from quiver.stages.core.store.writer import open_staging
-from tests.buckets import every_provider
+from tests.buckets import every_provider, two_providers
 from tests.faults.proxy import DROP_AFTER, DROP_BEFORE, FORWARD, REPEAT, Proxy, answer, at
 from tests.stages.core.store.histories import make_policy, make_table
 from tests.stages.core.store.test_store import Settings, commit, table, work_on
@@ -107,6 +107,7 @@ def test_a_version_has_the_same_life_as_on_a_disk(bucket):
     assert unfinished(store) == [] and len(folders_of_data(store)) == 3
 
 
+@two_providers
 def test_a_write_into_a_bucket_that_is_not_there_fails(bucket):
     storage = open_storage(bucket.url.replace("bucket-", "gone-"))
     with pytest.raises(FileNotFoundError):
@@ -160,6 +161,7 @@ def each_request(bucket, proxy) -> int:
     return len(requests)
 
 
+@two_providers
 @pytest.mark.parametrize(
     "every", [pytest.param(1, marks=pytest.mark.torture), 12], ids=["all", "some"]
 )
@@ -185,6 +187,7 @@ def test_a_process_that_dies_at_any_request_loses_nothing_and_leaves_nothing(
         require_one(url)
 
 
+@two_providers
 @pytest.mark.parametrize(
     "every", [pytest.param(1, marks=pytest.mark.torture), 24], ids=["all", "some"]
 )
@@ -222,6 +225,7 @@ def test_if_nobody_can_know_the_answer_says_so(bucket, proxy):
     assert str(Store(bucket.url).open("a/logprobs@latest").ref) == "a/logprobs@1"
 
 
+@two_providers
 def test_an_object_whose_answer_was_lost_is_replaced_by_its_stamp(bucket, proxy):
     storage = open_storage(bucket.url)
     proxy.follow(at(0, DROP_AFTER))
@@ -244,6 +248,7 @@ def test_on_google_it_is_not_replaced_but_safe(bucket, proxy):
     assert storage.read("note") == b"first"
 
 
+@two_providers
 def test_all_below_a_folder_is_deleted_by_as_many_requests_as_it_takes(bucket, monkeypatch):
     monkeypatch.setattr(module, "_AT_ONCE", 2)
     storage = open_storage(bucket.url)
@@ -268,16 +273,12 @@ def test_a_deleted_folder_alone_is_listed(bucket, proxy):
 # -- what others put beside the store
 
 
-one_provider = pytest.mark.parametrize("bucket", ["s3"], indirect=True)
-
-
 def upload(bucket, key: str) -> None:
     """Put an empty object under any key, as other programs do."""
     url = f"{bucket.endpoint}/{bucket.url.removeprefix('s3://')}/{key}"
     urllib.request.urlopen(urllib.request.Request(url, b"", method="PUT"), timeout=60).close()
 
 
-@one_provider
 def test_folders_that_a_console_made_are_no_objects(bucket):
     store = Store(bucket.url)
     made = commit(store)
@@ -288,7 +289,6 @@ def test_folders_that_a_console_made_are_no_objects(bucket):
     assert store.storage.files(made.prefix).keys() == set(made.files.names)
 
 
-@one_provider
 @pytest.mark.parametrize("junk", ["/x", "a//x", "a/logprobs//x", "a/logprobs/./x"])
 def test_an_object_that_cannot_be_named_is_told(bucket, junk):
     commit(Store(bucket.url))
@@ -421,7 +421,6 @@ def test_a_killed_process_leaves_work_that_another_host_goes_on_with(bucket, tmp
     require_one(bucket.url)
 
 
-@every_provider
 def test_random_histories_lose_no_version_that_is_kept(bucket):
     chance = random.Random(7)
     store = Store(bucket.url)
