@@ -397,10 +397,10 @@ class Store:
 
     def kinds(self, runs: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
         """Yield each of these runs, or of all, with every kind that it has a folder of."""
-        given = None if runs is None else [refs.check_name(run, "run") for run in runs]
-        for run in self.runs() if given is None else given:
-            names = self.storage.list(run)
-            yield from ((run, kind) for kind in refs.KINDS if kind in names)
+        names = self.runs() if runs is None else [refs.check_name(run, "run") for run in runs]
+        for run in names:
+            folders = self.storage.list(run)
+            yield from ((run, kind) for kind in refs.KINDS if kind in folders)
 
     def numbers(self, run: str, kind: str) -> list[int]:
         """Return the version numbers of one kind in one run, oldest first. A version that was made

@@ -145,6 +145,16 @@ def test_a_small_stage_takes_few_requests(bucket, proxy, monkeypatch):
     assert len(requests) <= 12
 
 
+def test_what_a_run_does_not_have_is_not_asked_for(bucket, proxy):
+    commit(Store(bucket.url))
+    requests = proxy.follow()
+    assert verify(Store(bucket.url)) == (1, [])
+    collect(Store(bucket.url), COLLECT_ALL)
+    asked = [unquote(request.path) for request in requests]
+    assert len(asked) <= 95
+    assert not [path for path in asked if "/a/policy" in path or "store.json/" in path]
+
+
 def test_the_files_of_a_policy_are_compared_by_one_listing(bucket, proxy):
     made = make_policy(Store(bucket.url), 1)
     policy = Store(bucket.url).open(made.ref)
