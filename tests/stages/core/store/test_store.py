@@ -194,15 +194,15 @@ def test_shards_grow_so_that_there_are_few(rows, saved, whole):
     assert -(-rows // saved) <= MOST_SHARDS and -(-rows // whole) <= MOST_SHARDS
 
 
-def test_many_rows_written_at_once_are_few_files(store):
-    ids = pa.array(range(100_000)).cast(pa.string())
+def test_a_million_rows_written_at_once_are_few_files(store):
+    ids = pa.array(range(1_000_000)).cast(pa.string())
     rows = pa.table(
         [ids, pa.array([[]] * len(ids), logprobs.SCHEMA.types[1])], logprobs.SCHEMA.names
     )
     with work_on(store) as work:
         work.write_table(rows.cast(logprobs.SCHEMA))
         version = work.commit()
-    assert len(version.manifest.files) == 25 and version.manifest.rows == 100_000
+    assert len(version.manifest.files) == 245 and version.manifest.rows == 1_000_000
     assert version.table(["rollout_id"])["rollout_id"].combine_chunks().equals(ids)
 
 
