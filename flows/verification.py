@@ -13,7 +13,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from itertools import product
 
 from quiver.schemas import refs
 from quiver.schemas.errors import CorruptError, LineageError, QuiverError, SchemaError, printable
@@ -37,7 +36,7 @@ def verify(store: Store, ref: str | Ref | None = None) -> tuple[int, list[Quiver
     """
     errors: list[QuiverError] = []
     checked = [store.resolve(ref)] if ref else []
-    for run, kind in product(() if ref else store.runs(), refs.KINDS):
+    for run, kind in store.kinds(() if ref else None):
         with _collected(errors, f"{run}/{kind}"):
             checked += store.refs(run, kind)
     with ArrowCheck() as arrow_check:
@@ -83,18 +82,18 @@ def _verify_around(store: Store, errors: list[QuiverError]) -> None:
                                 f"points at {error.object}: {error.message}",
                                 next="point the tag at another version",
                             ) from None
-        for kind in refs.KINDS:
-            with _collected(errors, f"{run}/{kind}/.work"):
-                errors += damaged_notes(store.storage, run, kind)
-            with _collected(errors, f"{run}/{kind}/.work"):
-                for work in unfinished(store, run, kind):
-                    Leases(store.storage, f"{work.prefix}.leases").holders()
-            with _collected(errors, f"{run}/{kind}"):
-                listing = store.listing(run, kind)
-                for name, numbers in listing.marks.items():
-                    for number in numbers:
-                        with _collected(errors, f"{run}/{kind}@{number}"):
-                            marks.checked(store.storage, Ref(run, kind, number), name)
+    for run, kind in store.kinds():
+        with _collected(errors, f"{run}/{kind}/.work"):
+            errors += damaged_notes(store.storage, run, kind)
+        with _collected(errors, f"{run}/{kind}/.work"):
+            for work in unfinished(store, run, kind):
+                Leases(store.storage, f"{work.prefix}.leases").holders()
+        with _collected(errors, f"{run}/{kind}"):
+            listing = store.listing(run, kind)
+            for name, numbers in listing.marks.items():
+                for number in numbers:
+                    with _collected(errors, f"{run}/{kind}@{number}"):
+                        marks.checked(store.storage, Ref(run, kind, number), name)
 
 
 @contextmanager

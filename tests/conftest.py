@@ -126,7 +126,7 @@ def finished(tmp_path_factory) -> Path:
     is_complete = folder.with_suffix(".complete")
     with FileLock(f"{folder}.lock"):
         if not is_complete.exists():
-            command = [REAL_PYTHON, "-m", "tests.finished", str(folder)]
+            command = [sys.executable, "-m", "tests.finished", str(folder)]
             done = subprocess.run(
                 command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
             )

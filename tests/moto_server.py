@@ -9,17 +9,18 @@ that each object has a generation, a number that rises with every write, and tha
 the generation it replaces (0: none). https://cloud.google.com/storage/docs/xml-api/reference-headers
 """
 
+import gc
 import io
 import itertools
 import sys
 import threading
 from urllib.parse import quote
 
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import make_server
+from moto.moto_server.werkzeug_app import create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
 from werkzeug.wsgi import ClosingIterator, get_input_stream
 
-_moto = DomainDispatcherApplication(create_backend_app)
+_moto = create_backend_app("s3")
 _turn = threading.Lock()
 
 
@@ -62,7 +63,17 @@ def _google(environ, start_response):
 
 _application = _google if "google" in sys.argv[1:] else _moto
 
+
+class _Handler(WSGIRequestHandler):
+    protocol_version = "HTTP/1.1"  # a connection serves many requests
+    disable_nagle_algorithm = True
+
+    def log(self, *message) -> None:
+        """Write nothing."""
+
+
 if __name__ == "__main__":
-    server = make_server("127.0.0.1", 0, _answer, threaded=True)
+    server = make_server("127.0.0.1", 0, _answer, threaded=True, request_handler=_Handler)
+    gc.freeze()
     print(f"listens on http://127.0.0.1:{server.port}", flush=True)
     server.serve_forever()

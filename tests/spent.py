@@ -60,11 +60,13 @@ def folder_of(node_id: str) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Say in each report how many seconds have passed since the one before."""
+    """Say in the last report of a test how many seconds have passed since the test before it."""
     report = yield
-    now, before = processor_seconds(), item.config.stash.get(_LAST, 0.0)
-    report.spent = round(max(0.0, now - before), 3)  # less, if a process that was watched has ended
-    item.config.stash[_LAST] = now
+    report.spent = 0.0
+    if call.when == "teardown":
+        now, before = processor_seconds(), item.config.stash.get(_LAST, 0.0)
+        report.spent = round(max(0.0, now - before), 3)  # less, if one that was watched has ended
+        item.config.stash[_LAST] = now
     return report
 
 

@@ -22,7 +22,7 @@ import pytest
 from obstore.exceptions import AlreadyExistsError, GenericError, PreconditionError
 from obstore.store import from_url
 
-from tests.buckets import Bucket
+from tests.buckets import Bucket, two_providers
 from tests.faults.proxy import (
     DROP_AFTER,
     DROP_BEFORE,
@@ -68,6 +68,7 @@ def test_a_request_that_the_server_never_heard_is_asked_again(bucket, proxy, act
         content(bucket, "other")
 
 
+@two_providers
 @pytest.mark.parametrize("action", [DROP_AFTER, REPEAT], ids=str)
 def test_a_write_that_is_done_twice_meets_itself(bucket, proxy, action):
     store = from_url(bucket.url)
@@ -110,6 +111,7 @@ def test_a_plan_may_go_by_method_and_path(bucket, proxy):
     assert [action for _, action in actions(requests)] == [FORWARD, answer(503), FORWARD]
 
 
+@two_providers
 def test_it_passes_on_what_it_is_given(bucket, proxy):
     """Parts of a large object, ranges, heads, lists, deletions, over connections that stay."""
     store = from_url(bucket.url)

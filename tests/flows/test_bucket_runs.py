@@ -19,6 +19,7 @@ from quiver.stages.core.store import Store, leases
 from quiver.stages.core.store.copying import copy
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from tests.benchmarks.made import make_prompts, make_rollouts
+from tests.buckets import two_providers
 from tests.faults.proxy import Proxy
 from tests.flows.conftest import QUICK, command_environment, quiver, stay_here, write_recipe
 from tests.flows.test_pages import shown
@@ -230,6 +231,7 @@ def test_two_hosts_without_a_shared_folder_make_one_version(scoring, tmp_path):
     assert verify(Store(scoring.store))[1] == []
 
 
+@two_providers
 def test_requests_of_a_stage(scoring, bucket, monkeypatch, record_property):
     """Once it makes a version of four shards, once it finds it. Renewals go by the clock and are
     left out."""

@@ -249,6 +249,7 @@ TARGETS = (
             f"{STORE}/test_listing.py::"
             "test_versions_are_seen_beside_an_older_copy_that_was_put_back",
             f"{STORE}/test_bucket_cache.py::test_a_copy_that_was_damaged_here_is_fetched_again",
+            f"{STORE}/test_bucket.py::test_what_a_run_does_not_have_is_not_asked_for",
             f"{VERIFICATION}::test_a_crafted_arrow_file_with_the_right_hash_is_told",
             f"{STORE}/test_tags.py::test_every_move_has_its_entry",
             f"{STORE}/test_tags.py::test_verify_reads_the_entries_of_old_moves_too",

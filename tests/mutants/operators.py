@@ -16,6 +16,7 @@ import ast
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 FUNCTION_KINDS = (ast.FunctionDef, ast.AsyncFunctionDef)
 LARGEST_NUMBER = 8
@@ -55,6 +56,7 @@ class Bug:
         return f"{self.function}:{self.operator}:{self.ordinal}"
 
 
+@lru_cache(256)
 def find_bugs(source: str) -> list[Bug]:
     """All bugs that the operators can make in the functions of a file, in the order of its text."""
     collector = _Collector(source)

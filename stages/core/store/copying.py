@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
 
 from quiver.schemas.errors import ConfigError, ConflictError, LineageError
 from quiver.schemas.manifest import FileEntry
-from quiver.schemas.refs import KINDS, Ref
+from quiver.schemas.refs import Ref
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.threads import map_in_threads
 
@@ -70,7 +69,7 @@ def copy(source: Store, target: str) -> Copied:
             for name in source.tag_names(run)
             for entry in source.storage.list(f"{run}/tags/{name}")
         ]
-        for run, kind in product(source.runs(), KINDS):
+        for run, kind in source.kinds():
             listing = source.listing(run, kind)
             for name, numbers in listing.marks.items():
                 keys = (marks.key_of(Ref(run, kind, number), name) for number in numbers)

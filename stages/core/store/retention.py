@@ -40,11 +40,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import product
 
 from quiver.schemas.errors import ConflictError, CorruptError, LineageError, QuiverError
 from quiver.schemas.manifest import Manifest
-from quiver.schemas.refs import KINDS, NAME, Ref, as_version, parse
+from quiver.schemas.refs import NAME, Ref, as_version, parse
 from quiver.stages.core.files import storage_errors
 
 from . import marks, tags
@@ -112,7 +111,7 @@ class StageAtWork:
 
 def stages_at_work(store: Store) -> Iterator[StageAtWork]:
     """Yield the stages that a process holds a lease of."""
-    for run, kind in product(store.runs(), KINDS):
+    for run, kind in store.kinds():
         for work in unfinished(store, run, kind):
             holders = Leases(store.storage, f"{work.prefix}.leases").holders()
             if holders:
@@ -148,9 +147,9 @@ def folders_of(store: Store) -> Iterator[str]:
             store.storage.files(name)
         except CorruptError:  # a run that is a link
             yield name
-    for run in store.runs():
-        yield f"{run}/tags"
-        yield from (f"{run}/{kind}{name}" for kind in KINDS for name in ("", "/.work"))
+    yield from (f"{run}/tags" for run in store.runs())
+    for run, kind in store.kinds():
+        yield from (f"{run}/{kind}", f"{run}/{kind}/.work")
 
 
 def find_kept(
@@ -179,7 +178,7 @@ def find_kept(
             roots.update(parse(ref) for ref in refs if ref)
     kept.in_use = roots | kept.read
     kept.optimizer |= kept.in_use
-    for run, kind in product(store.runs(), KINDS):
+    for run, kind in store.kinds():
         for newest_first in _counted(store, run, kind):
             roots.update(newest_first[:keep])
             if kind == "policy":
@@ -250,7 +249,7 @@ def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
             with suppress(*_DAMAGED):
                 if store.tagged(ref.run, name) == str(ref):
                     tag_names.append(name)
-    for run, kind in product(store.runs(), KINDS):
+    for run, kind in store.kinds():
         with suppress(*_DAMAGED):
             summaries = store.summaries(run, kind)
             versions += [str(other) for other, made in summaries if str(ref) in made.sources]
@@ -468,7 +467,7 @@ def _mark_all(store: Store, rule: Rule, unmarked: Iterable[Expiring]) -> OSError
 
 def _marked(store: Store, rule: Rule) -> Iterator[tuple[Expiring, float]]:
     """Yield the marked data that are still there, and the age of the mark in seconds."""
-    for run, kind in product(rule.runs_of(store), KINDS):
+    for run, kind in store.kinds(rule.runs):
         listing = store.listing(run, kind)
         earlier: set[int] = set()
         for name in (REMOVED, EXPIRED, NO_OPTIMIZER):
@@ -510,7 +509,7 @@ def _abandoned(store: Store, rule: Rule) -> Iterator[tuple[Work, int]]:
     """Yield the work that no process holds a lease of, and that is done, or older than the grace
     time; and its bytes."""
     at_work = {stage.run_key for stage in stages_at_work(store)}
-    for run, kind in product(rule.runs_of(store), KINDS):
+    for run, kind in store.kinds(rule.runs):
         summaries = store.listing(run, kind).summaries()
         num_made = Counter(summary.run_key for summary in summaries)
         names = [name for work in unfinished(store, run, kind) for name in work.names]

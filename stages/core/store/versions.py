@@ -38,7 +38,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -391,9 +391,16 @@ class Store:
         names = []
         for name in filter(refs.NAME.fullmatch, self.storage.list("")):
             with suppress(CorruptError):  # a file, or a link
-                if self.storage.list(name):
+                if name != "store.json" and self.storage.list(name):
                     names.append(name)
         return names
+
+    def kinds(self, runs: Iterable[str] | None = None) -> Iterator[tuple[str, str]]:
+        """Yield each of these runs, or of all, with every kind that it has a folder of."""
+        names = self.runs() if runs is None else [refs.check_name(run, "run") for run in runs]
+        for run in names:
+            folders = self.storage.list(run)
+            yield from ((run, kind) for kind in refs.KINDS if kind in folders)
 
     def numbers(self, run: str, kind: str) -> list[int]:
         """Return the version numbers of one kind in one run, oldest first. A version that was made
@@ -406,8 +413,8 @@ class Store:
 
     def refs(self, run: str | None = None, kind: str | None = None) -> Iterator[Ref]:
         """Yield references of all visible versions, by run, kind and number."""
-        for name in [run] if run else self.runs():
-            for one_kind in [kind] if kind else refs.KINDS:
+        for name, one_kind in [(run, kind)] if run and kind else self.kinds([run] if run else None):
+            if one_kind == (kind or one_kind):
                 yield from (Ref(name, one_kind, number) for number in self.numbers(name, one_kind))
 
     def versions(self, run: str | None = None, kind: str | None = None) -> Iterator[Version]:

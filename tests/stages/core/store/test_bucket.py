@@ -30,7 +30,7 @@ from quiver.stages.core.store.leases import Leases
 from quiver.stages.core.store.places import open_storage
 from quiver.stages.core.store.retention import Rule, collect, remove
 from quiver.stages.core.store.writer import open_staging
-from tests.buckets import every_provider
+from tests.buckets import every_provider, two_providers
 from tests.faults.proxy import DROP_AFTER, DROP_BEFORE, FORWARD, REPEAT, Proxy, answer, at
 from tests.stages.core.store.histories import make_policy, make_table
 from tests.stages.core.store.test_store import Settings, commit, table, work_on
@@ -65,18 +65,22 @@ def folders_of_data(store: Store) -> list[str]:
     return store.storage.list("a/logprobs/.data")
 
 
-def require_one(url: str) -> None:
-    """Do the work, and require that one version of it is there, whole, and nothing else."""
-    made = commit(Store(url))
-    assert str(made.ref) == "a/logprobs@1"
-    fresh = Store(url)
-    version = fresh.open("a/logprobs@latest")
-    assert version.table()["rollout_id"].to_pylist() == ["r0", "r1", "r2", "r3"]
-    assert version.manifest.commit_id == made.manifest.commit_id
-    assert [str(ref) for ref in fresh.refs()] == ["a/logprobs@1"]
-    assert verify(fresh) == (1, []) and unfinished(fresh) == []
-    collect(fresh, Rule(grace_seconds=0), apply=True)
-    assert folders_of_data(fresh) == [version.manifest.place]
+def require_one(bucket, url: str) -> None:
+    """Do the work, without a proxy, and require that one version of it is there, whole, and nothing
+    else."""
+    with pytest.MonkeyPatch.context() as direct:
+        for name, text in bucket.environment.items():
+            direct.setenv(name, text)
+        made = commit(Store(url))
+        assert str(made.ref) == "a/logprobs@1"
+        fresh = Store(url)
+        version = fresh.open("a/logprobs@latest")
+        assert version.table()["rollout_id"].to_pylist() == ["r0", "r1", "r2", "r3"]
+        assert version.manifest.commit_id == made.manifest.commit_id
+        assert [str(ref) for ref in fresh.refs()] == ["a/logprobs@1"]
+        assert verify(fresh) == (1, []) and unfinished(fresh) == []
+        collect(fresh, Rule(grace_seconds=0), apply=True)
+        assert folders_of_data(fresh) == [version.manifest.place]
 
 
 @every_provider
@@ -107,6 +111,7 @@ def test_a_version_has_the_same_life_as_on_a_disk(bucket):
     assert unfinished(store) == [] and len(folders_of_data(store)) == 3
 
 
+@two_providers
 def test_a_write_into_a_bucket_that_is_not_there_fails(bucket):
     storage = open_storage(bucket.url.replace("bucket-", "gone-"))
     with pytest.raises(FileNotFoundError):
@@ -144,6 +149,16 @@ def test_a_small_stage_takes_few_requests(bucket, proxy, monkeypatch):
     assert len(requests) <= 12
 
 
+def test_what_a_run_does_not_have_is_not_asked_for(bucket, proxy):
+    commit(Store(bucket.url))
+    requests = proxy.follow()
+    assert verify(Store(bucket.url)) == (1, [])
+    collect(Store(bucket.url), COLLECT_ALL)
+    asked = [unquote(request.path) for request in requests]
+    assert len(asked) <= 95
+    assert not [path for path in asked if "/a/policy" in path or "store.json/" in path]
+
+
 def test_the_files_of_a_policy_are_compared_by_one_listing(bucket, proxy):
     made = make_policy(Store(bucket.url), 1)
     policy = Store(bucket.url).open(made.ref)
@@ -160,6 +175,7 @@ def each_request(bucket, proxy) -> int:
     return len(requests)
 
 
+@two_providers
 @pytest.mark.parametrize(
     "every", [pytest.param(1, marks=pytest.mark.torture), 12], ids=["all", "some"]
 )
@@ -181,10 +197,10 @@ def test_a_process_that_dies_at_any_request_loses_nothing_and_leaves_nothing(
         with monkeypatch.context() as patched, suppress(RemoteError, OutcomeUnknownError):
             patched.setattr(leases.Owner, "this_process", lambda: dead)
             commit(Store(url))
-        proxy.follow()
-        require_one(url)
+        require_one(bucket, url)
 
 
+@two_providers
 @pytest.mark.parametrize(
     "every", [pytest.param(1, marks=pytest.mark.torture), 24], ids=["all", "some"]
 )
@@ -197,8 +213,7 @@ def test_one_request_that_goes_wrong_is_made_good(bucket, proxy, every):
         url = f"{bucket.url}/{number}-{action.name}{action.amount}"
         proxy.follow(at(number, action))
         assert str(commit(Store(url)).ref) == "a/logprobs@1"
-        proxy.follow()
-        require_one(url)
+        require_one(bucket, url)
 
 
 def test_if_nobody_can_know_the_answer_says_so(bucket, proxy):
@@ -222,6 +237,7 @@ def test_if_nobody_can_know_the_answer_says_so(bucket, proxy):
     assert str(Store(bucket.url).open("a/logprobs@latest").ref) == "a/logprobs@1"
 
 
+@two_providers
 def test_an_object_whose_answer_was_lost_is_replaced_by_its_stamp(bucket, proxy):
     storage = open_storage(bucket.url)
     proxy.follow(at(0, DROP_AFTER))
@@ -244,6 +260,7 @@ def test_on_google_it_is_not_replaced_but_safe(bucket, proxy):
     assert storage.read("note") == b"first"
 
 
+@two_providers
 def test_all_below_a_folder_is_deleted_by_as_many_requests_as_it_takes(bucket, monkeypatch):
     monkeypatch.setattr(module, "_AT_ONCE", 2)
     storage = open_storage(bucket.url)
@@ -268,16 +285,12 @@ def test_a_deleted_folder_alone_is_listed(bucket, proxy):
 # -- what others put beside the store
 
 
-one_provider = pytest.mark.parametrize("bucket", ["s3"], indirect=True)
-
-
 def upload(bucket, key: str) -> None:
     """Put an empty object under any key, as other programs do."""
     url = f"{bucket.endpoint}/{bucket.url.removeprefix('s3://')}/{key}"
     urllib.request.urlopen(urllib.request.Request(url, b"", method="PUT"), timeout=60).close()
 
 
-@one_provider
 def test_folders_that_a_console_made_are_no_objects(bucket):
     store = Store(bucket.url)
     made = commit(store)
@@ -288,7 +301,6 @@ def test_folders_that_a_console_made_are_no_objects(bucket):
     assert store.storage.files(made.prefix).keys() == set(made.files.names)
 
 
-@one_provider
 @pytest.mark.parametrize("junk", ["/x", "a//x", "a/logprobs//x", "a/logprobs/./x"])
 def test_an_object_that_cannot_be_named_is_told(bucket, junk):
     commit(Store(bucket.url))
@@ -418,10 +430,9 @@ def test_a_killed_process_leaves_work_that_another_host_goes_on_with(bucket, tmp
         assert shards.unfinished() == [1]
         work.write(1, table(2))
         work.commit()
-    require_one(bucket.url)
+    require_one(bucket, bucket.url)
 
 
-@every_provider
 def test_random_histories_lose_no_version_that_is_kept(bucket):
     chance = random.Random(7)
     store = Store(bucket.url)

@@ -17,6 +17,7 @@ from quiver.schemas.errors import ConfigError, CorruptError, RemoteError, Resour
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store import bucket as bucket_module
 from quiver.stages.core.store.bucket import CACHE_GIB
+from tests.buckets import two_providers
 from tests.faults.proxy import Proxy
 from tests.faults.seam import watched
 from tests.stages.core.store.histories import make_policy, make_table, plan
@@ -60,6 +61,7 @@ def cached(tmp_path: Path) -> dict[str, Path]:
 # -- copies
 
 
+@two_providers
 def test_what_was_read_once_is_not_fetched_again(bucket, asked, tmp_path):
     made = make_table(Store(bucket.url), 1)
     shutil.rmtree(tmp_path / "cache")
@@ -71,6 +73,7 @@ def test_what_was_read_once_is_not_fetched_again(bucket, asked, tmp_path):
         assert asked() == fetched
 
 
+@two_providers
 def test_a_policy_that_was_read_once_is_not_fetched_again(bucket, asked, tmp_path):
     make_policy(Store(bucket.url), 1)
     shutil.rmtree(tmp_path / "cache")
@@ -90,6 +93,7 @@ def test_what_this_host_wrote_is_not_fetched(bucket, asked):
     assert asked() == []
 
 
+@two_providers
 def test_a_file_that_changed_in_the_bucket_is_noticed(bucket):
     version = make_table(Store(bucket.url), 1)
     raw = bytearray(version.files.read(version.files.names[0]))
@@ -99,6 +103,7 @@ def test_a_file_that_changed_in_the_bucket_is_noticed(bucket):
         Store(bucket.url).open("a/logprobs@1").table()
 
 
+@two_providers
 def test_a_file_that_is_gone_from_the_bucket_is_missed(bucket):
     version = make_table(Store(bucket.url), 1)
     version.table()
@@ -161,20 +166,12 @@ def test_copies_that_are_deleted_at_any_moment_are_fetched_again(bucket, tmp_pat
     assert 20 < fatal < 99
 
 
+@two_providers
 def test_what_was_written_again_is_fetched_again(bucket):
     storage = Store(bucket.url).storage
     for raw in (b"first", b"again"):
         storage.put("a/progress", raw)
         assert storage.local("a/progress").read_bytes() == raw
-
-
-def test_what_is_more_than_one_request_can_delete_is_deleted(bucket, monkeypatch):
-    monkeypatch.setattr(bucket_module, "_AT_ONCE", 2)
-    storage = Store(bucket.url).storage
-    for number in range(5):
-        storage.put(f"a/work/{number}", b"")
-    storage.delete("a/work/")
-    assert storage.files("a") == {}
 
 
 # -- their room
@@ -223,12 +220,12 @@ def test_reading_a_copy_is_using_it(bucket, three, tmp_path, monkeypatch):
     assert cached(tmp_path).keys() == set(three[:2])
 
 
-@pytest.mark.parametrize("text", ["many", "0", "-1", "nan", ""])
-def test_a_size_that_is_none(bucket, three, monkeypatch, text):
-    monkeypatch.setenv(CACHE_GIB, text)
-    with pytest.raises(ConfigError, match="is not a number above 0") as caught:
-        read(bucket, 1)
-    assert caught.value.next == f"export {CACHE_GIB}=100"
+def test_a_size_that_is_none(bucket, three, monkeypatch):
+    for text in ("many", "0", "-1", "nan", ""):
+        monkeypatch.setenv(CACHE_GIB, text)
+        with pytest.raises(ConfigError, match="is not a number above 0") as caught:
+            read(bucket, 1)
+        assert caught.value.next == f"export {CACHE_GIB}=100"
 
 
 def test_a_folder_for_copies_that_cannot_be_made(bucket, tmp_path, monkeypatch):
@@ -263,7 +260,6 @@ print(hashlib.sha256(version.files.read("model.safetensors")).hexdigest())
 """
 
 
-@pytest.mark.parametrize("bucket", ["s3"], indirect=True)
 def test_two_processes_that_fetch_a_file_at_once_read_it_whole(bucket, tmp_path):
     with begin(Store(bucket.url), "a", "policy", **plan(1)) as work:
         (work.folder / "model.safetensors").write_bytes(os.urandom(1 << 24))
@@ -288,6 +284,7 @@ def test_two_processes_that_fetch_a_file_at_once_read_it_whole(bucket, tmp_path)
 # -- a bucket that cannot be used
 
 
+@two_providers
 def test_a_bucket_that_does_not_exist(bucket):
     url = f"{bucket.url.partition(':')[0]}://nowhere-at-all/prefix"
     with pytest.raises(ResourceError, match="404 Not Found") as caught:
@@ -295,6 +292,7 @@ def test_a_bucket_that_does_not_exist(bucket):
     assert "look if the bucket exists" in caught.value.next
 
 
+@two_providers
 def test_a_server_that_nobody_runs(bucket, monkeypatch):
     for name, text in bucket.behind("http://127.0.0.1:9").items():
         monkeypatch.setenv(name, text)
@@ -326,6 +324,7 @@ def test_a_key_that_is_none(az_server, monkeypatch):
     assert "not a key" not in str(caught.value) and "Debug" not in str(caught.value)
 
 
+@two_providers
 def test_a_key_with_a_line_break(bucket, monkeypatch):
     """As in a file from which it was read whole."""
     name = next(name for name in bucket.environment if name.endswith("KEY"))

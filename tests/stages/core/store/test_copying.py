@@ -37,8 +37,6 @@ MARKS = {
     Ref("a", "logprobs", 2): REMOVED,
 }
 
-one_provider = pytest.mark.parametrize("bucket", ["s3"], indirect=True)
-
 
 @pytest.fixture(autouse=True)
 def no_flushing(monkeypatch):
@@ -127,6 +125,8 @@ def test_a_copy_from_one_provider_to_another(full, s3_server, az_server, monkeyp
     copied = copy(Store(buckets[0].url), buckets[1].url)
     assert copied == copying.Copied(len([*full.with_expired().refs()]) + 1, copied.bytes)
     assert contents(Store(buckets[1].url)) == contents(full)
+    copy(Store(buckets[1].url), str(tmp_path / "back"))
+    assert contents(Store(tmp_path / "back", create=False)) == contents(full)
 
 
 def test_a_copy_is_whole_and_has_no_unfinished_work(full, bucket):
@@ -157,7 +157,6 @@ def test_a_damaged_version_that_was_put_aside(store, tmp_path):
     assert contents(Store(tmp_path / "copy")) == contents(store)
 
 
-@one_provider
 def test_work_that_is_done_is_found_in_a_copy(full, bucket):
     copy(full, bucket.url)
     copied = Store(bucket.url)
@@ -179,7 +178,6 @@ def folder(bucket, tmp_path) -> Store:
     return Store(tmp_path / "folder")
 
 
-@one_provider
 def test_a_version_of_a_bucket_is_read_in_a_folder(folder):
     version = folder.open("a/logprobs@1")
     assert version.manifest.place
@@ -188,7 +186,6 @@ def test_a_version_of_a_bucket_is_read_in_a_folder(folder):
     assert make_table(folder, 2).ref == Ref("a", "logprobs", 2) and not folder.written
 
 
-@one_provider
 def test_gc_deletes_data_of_a_bucket_s_version_in_a_folder(folder):
     files = folder.open("a/logprobs@1").files
     path = files.path(files.names[0])
@@ -200,7 +197,6 @@ def test_gc_deletes_data_of_a_bucket_s_version_in_a_folder(folder):
     assert verify(folder)[1] == []
 
 
-@one_provider
 def test_gc_deletes_data_of_a_folder_s_version_in_a_bucket(full, bucket):
     copy(full, bucket.url)
     there = Store(bucket.url)
@@ -320,7 +316,6 @@ def test_a_tag_that_is_made_meanwhile_is_not_copied_without_its_version(
     assert verify(copied)[1] == []
 
 
-@one_provider
 def test_another_store_is_refused(full, bucket):
     other = Store(bucket.url)
     make_table(other, 1)
@@ -330,7 +325,6 @@ def test_another_store_is_refused(full, bucket):
     assert contents(Store(bucket.url)) == before
 
 
-@one_provider
 def test_a_copy_in_which_work_was_done_is_a_conflict(full, bucket):
     """Its next version has the number that the source gave another one."""
     copy(full, bucket.url)
@@ -347,7 +341,6 @@ DAMAGES = {
 }
 
 
-@one_provider
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_not_copied(full, bucket, damage):
     version = full.open("b/logprobs@1")
@@ -359,7 +352,6 @@ def test_a_damaged_file_is_not_copied(full, bucket, damage):
     assert not [key for key in keys if key.startswith("b/logprobs/v")]
 
 
-@one_provider
 def test_a_torn_file_of_the_copy_is_sent_again(full, bucket, tmp_path):
     version = full.open("b/logprobs@1")
     key = f"{version.ref.folder}/{version.files.names[0]}"

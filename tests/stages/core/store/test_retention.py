@@ -6,8 +6,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -596,16 +594,16 @@ def test_several_at_once(store):
 
 def leave_work(store: Store, number: int) -> str:
     """What a killed stage leaves; its run_key."""
-    code = (
-        "import os, sys\n"
-        "from quiver.stages.core.store import Store\n"
-        "from tests.stages.core.store.histories import plan, table\n"
-        "from tests.writing import begin\n"
-        f"with begin(Store(sys.argv[1]), 'a', 'logprobs', **plan({number})) as work:\n"
-        "    work.write(0, table(0))\n"
-        "    os._exit(0)\n"
-    )
-    subprocess.run([sys.executable, "-c", code, store.url], check=True)
+
+    def work_and_die() -> None:
+        with begin(store, "a", "logprobs", **plan(number)) as work:
+            work.write(0, table(0))
+            os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=work_and_die)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     (key,) = {path.name.split(".")[0] for path in (Path(store.url) / "a/logprobs/.work").iterdir()}
     return key
 
