@@ -24,7 +24,7 @@ def test_the_config_of_an_h100(tmp_path):
     store = Store(tmp_path / "store")
     make_policy(store, "tiny", "llama")
     make_policy(store, "other", "llama", seed=1)
-    configs = checked("tests.stages.generate.faked_h100", store.url, XDG_CACHE_HOME=str(tmp_path))
+    configs = checked("tests.stages.generate.h100_checks", store.url)
     by_path, by_link = configs["by path"], configs["by link"]
     assert by_path[0] != by_path[1], "vLLM's key no longer holds the path: the link can go"
     assert by_link[0] == by_link[1]

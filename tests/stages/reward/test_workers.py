@@ -177,11 +177,10 @@ LATE = Part(error="TimeoutError: no answer within 1 s")
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """The working folder, with the functions; child processes find the packages from there."""
+    """The working folder, with the functions."""
     patch = pytest.MonkeyPatch()
     path = tmp_path_factory.mktemp("faults")
     (path / "faults.py").write_text(FAULTS)
-    patch.setenv("PYTHONPATH", str(Path(__file__).parents[3]), prepend=os.pathsep)
     patch.chdir(path)
     patch.setattr(jobs, "BATCH_SECONDS", 1.0)
     yield path
