@@ -4,6 +4,7 @@ it."""
 import gc
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,9 +136,17 @@ def finished(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def policy(store) -> Version:
-    """`tiny/policy@0`: a tiny llama."""
+@pytest.fixture(scope="session")
+def made_policy(tmp_path_factory) -> Version:
+    """To be copied, not changed."""
     from tests.tiny import make_policy
 
-    return make_policy(store)
+    return make_policy(Store(tmp_path_factory.mktemp("policy") / "store"))
+
+
+@pytest.fixture
+def policy(store, made_policy) -> Version:
+    """`tiny/policy@0`: a tiny llama."""
+    made = made_policy.files.folder.parent
+    shutil.copytree(made, Path(store.url) / "tiny" / "policy")
+    return store.open(made_policy.ref)

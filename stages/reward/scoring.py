@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 from pydantic import AfterValidator, Field
 
 from quiver.schemas.errors import ConfigError, did_you_mean, printable, quoted_name
-from quiver.schemas.prompts import MEDIA
+from quiver.schemas.outside import MEDIA
 from quiver.stages.core.config import Config
 
 OFFERED = (

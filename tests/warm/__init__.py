@@ -7,9 +7,9 @@ of what the tests run.
     REAL_PYTHON            # a fresh interpreter, for tests about signals, streams, memory, imports
 
 `sys.executable -m quiver.…`, a test's own `…_checks`, Prefect's server and vLLM's are handed to a
-server (`server.py`), which forks; so are workers with a user's code, with the limits of their
-memory. Everything else is run by the real interpreter, also the flows that a Prefect worker starts,
-which watch their parent.
+server (`server.py`), which forks; so are workers with a user's code and those that render chat
+templates, with the limits of their memory. Everything else is run by the real interpreter, also the
+flows that a Prefect worker starts, which watch their parent.
 The fork gets the caller's arguments, environment, working folder and standard streams; its exit
 code becomes the stand-in's, and it is killed when the stand-in is. A caller whose search path,
 network, capabilities or limits differ from the server's gets a fresh interpreter.
@@ -20,7 +20,7 @@ server imported.
 """
 
 import atexit
-import json
+import marshal
 import os
 import shlex
 import shutil
@@ -41,7 +41,8 @@ _STAND_IN = """#!/bin/bash
 case "$* " in
 "-m quiver.flows.cli.main "* | "-P -m quiver.flows.cli.main "* | "-m quiver.stages "* | "-u -P -m quiver.stages "* | \\
 "-m tests.finished "* | "-m tests.stages."*_checks\\ * | "-m vllm.entrypoints.openai.api_server "* | "-m uvicorn "* | \\
-"-m prefect server start "* | "-P -m prefect server start "* | "-P "*/run/answering.py\\ *)
+"-m prefect server start "* | "-P -m prefect server start "* | "-P "*/run/answering.py\\ * | \\
+"-I /"*/chat/jinja_worker.py\\ *)
     exec {real} -I -S {client} {folder} "$@" ;;
 *) exec -a "$0" {real} "$@" ;;
 esac
@@ -93,7 +94,7 @@ def start_servers() -> None:
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     known = {"python": REAL_PYTHON, "world": world()}
-    (folder / "caller.json").write_text(json.dumps(known))
+    (folder / "caller").write_bytes(marshal.dumps(known))
     for kind in ("flows", "stages", "vllm", "workers"):
         _start_server(folder, kind)
     os.environ[_FOLDER] = str(folder)

@@ -2,23 +2,26 @@
 
     python -I -S client.py FOLDER [PYTHON OPTIONS] -m MODULE ARGUMENTS
     python -I -S client.py FOLDER -P …/answering.py CONNECTION
+    python -I -S client.py FOLDER -I …/jinja_worker.py
 
-FOLDER holds the servers' sockets and `caller.json`: the path of the real interpreter, and the world
+FOLDER holds the servers' sockets and `caller`: the path of the real interpreter, and the world
 that the servers were started in. A command of another world (search path, network, capabilities,
 limits, closed streams) is run by a fresh interpreter.
 """
 
-import array
-import contextlib
-import json
+import _signal as signal  # signal, socket and json take as long to import as Python to start
+import _socket as socket
+import marshal
 import os
 import resource
-import signal
-import socket
 import sys
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _OF_THE_INTERPRETER = ("PYTHON", "LC_", "LANG", "LD_PRELOAD")
+_WORKERS = {
+    "answering.py": "quiver.stages.core.run.answering",
+    "jinja_worker.py": "quiver.stages.model.chat.jinja_worker",
+}
 _FAILURES = os.path.join(os.path.dirname(os.path.dirname(__file__)), "faults", "started")
 """A folder on the search path of commands that fail on purpose; forks see to that themselves."""
 
@@ -44,23 +47,23 @@ def world() -> dict:
 
 def main() -> None:
     folder, *command = sys.argv[1:]
-    is_worker = "-m" not in command  # python -P answering.py CONNECTION
-    at = command.index("-P" if is_worker else "-m")
-    with open(f"{folder}/caller.json") as file, open("/proc/self/oom_score_adj") as score:
-        known, oom_score = json.load(file), score.read()
+    is_worker = "-m" not in command  # python -P answering.py CONNECTION, python -I jinja_worker.py
+    at = 0 if is_worker else command.index("-m")
+    with open(f"{folder}/caller", "rb") as file, open("/proc/self/oom_score_adj") as score:
+        known, oom_score = marshal.load(file), score.read()
     here = world()
     limits = here["limits"]
     if is_worker:
         here["limits"] = known["world"]["limits"]
     if known["world"] != here or not _all_streams_open():
         os.execv(known["python"], [f"{folder}/bin/python", *command])
-    module = "quiver.stages.core.run.answering" if is_worker else command[at + 1]
+    module = _WORKERS[os.path.basename(command[1])] if is_worker else command[at + 1]
     is_flow = module.startswith(("quiver.flows", "uvicorn", "prefect"))
     kind = "flows" if is_flow else os.environ.get("WARM", "stages")
     passed = [0, 1, 2]
     if is_worker:
         kind = "workers"
-        passed.append(int(command[-1]))
+        passed += map(int, command[2:])
     request = {
         "python": f"{folder}/bin/python",
         "module": module,
@@ -76,9 +79,10 @@ def main() -> None:
     }
     server = socket.socket(socket.AF_UNIX)
     server.connect(f"{folder}/{kind}")
-    text = json.dumps(request).encode()
+    text = marshal.dumps(request)
     lifeline, _ = os.pipe()  # its other end closes with this process
-    streams = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", (*passed, lifeline)))
+    handles = b"".join(handle.to_bytes(4, sys.byteorder) for handle in (*passed, lifeline))
+    streams = (socket.SOL_SOCKET, socket.SCM_RIGHTS, handles)
     server.sendmsg([len(text).to_bytes(4, "big")], [streams])
     server.sendall(text)
     # a signal that comes before the fork is known waits for it
@@ -86,8 +90,10 @@ def main() -> None:
     pid = int.from_bytes(_receive(server), "big")
 
     def forward(number: int, _: object) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        try:  # noqa: SIM105  contextlib takes a millisecond to import
             os.kill(pid, number)
+        except ProcessLookupError:
+            pass  # it has just ended
 
     for number in _FORWARDED:
         signal.signal(number, forward)

@@ -13,8 +13,8 @@ import gc
 import importlib
 import importlib.abc
 import importlib.machinery
-import json
 import logging
+import marshal
 import os
 import resource
 import runpy
@@ -89,6 +89,7 @@ IMPORTS = {
         "quiver.stages.turns.environment_process",
         "quiver.stages.reward.pool.calls",
         "quiver.stages.core.run.user_process",
+        "quiver.stages.model.chat.jinja_worker",
     ),
 }
 
@@ -154,7 +155,7 @@ class Server:
             connection.close()
             return None
         *streams, lifeline = handles
-        request = json.loads(text)
+        request = marshal.loads(text)
         fork = os.fork()
         if fork == 0:
             self._leave_to_the_parent(connection)
@@ -278,7 +279,7 @@ def run(request: dict) -> None:
     for stream in (sys.stdout, sys.stderr):
         at_once = "-u" in request["options"] or stream is sys.stderr
         stream.reconfigure(line_buffering=at_once or stream.isatty(), write_through=at_once)
-    if "-P" not in request["options"]:
+    if not {"-I", "-P"}.intersection(request["options"]):
         sys.path.insert(0, request["folder"])
     module = request["module"]
     sys.modules.pop(module if module.count(".") > 1 else f"{module}.__main__", None)

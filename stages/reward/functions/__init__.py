@@ -17,7 +17,6 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, did_you_mean, printable
-from quiver.stages.turns.statistics import FAILURES
 
 from . import answers, verifiers
 from .embedding import model_hash, similarity
@@ -189,6 +188,8 @@ def environment(
     >>> environment(turns, ["environment_error", "answered"])
     [None, None]
     """
+    from quiver.stages.turns.statistics import FAILURES
+
     given = [[turn["reward"] for turn in row if turn["reward"] is not None] for row in turns]
     return [
         math.fsum(rewards) if rewards and reason not in FAILURES else None

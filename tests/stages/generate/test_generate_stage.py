@@ -3,11 +3,8 @@
 import hashlib
 import json
 import math
-import os
+import multiprocessing
 import re
-import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -417,15 +414,6 @@ def test_a_flipped_bit_in_the_weights_is_found_before_a_row_is_made(store, polic
 
 # -- killed in the middle
 
-SCRIPT = """
-import sys
-from quiver.stages.core.run.runner import run_stage
-config = {"engine": "scripted", "samples_per_prompt": 2, "rows_per_shard": 5,
-    "sampling": {"max_tokens": 8}, "options": {"seconds_per_row": 0.05}}
-refs = {"prompts": "tiny/prompts@1", "policy": "tiny/policy@0"}
-print(run_stage("generate", config, sys.argv[1], in_process=True, **refs))
-"""
-
 
 def test_kill_9_costs_at_most_one_shard(tmp_path):
     """An uninterrupted store and one whose stage was killed end with the same rows; finished shards
@@ -437,14 +425,16 @@ def test_kill_9_costs_at_most_one_shard(tmp_path):
     calm, killed = stores
     refs = {"prompts": "tiny/prompts@1", "policy": "tiny/policy@0"}
     stage_run(config(samples_per_prompt=2, rows_per_shard=5), calm, **refs)
-    command = [sys.executable, "-c", SCRIPT, killed.url]
-    child = subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE)
+    slow = config(samples_per_prompt=2, rows_per_shard=5, options={"seconds_per_row": 0.05})
+    fork = multiprocessing.get_context("fork")
+    child = fork.Process(target=stage_run, args=(slow, killed), kwargs=refs)
+    child.start()
     work = Path(killed.url) / "tiny/rollouts/.work"
     while len(list(work.glob("*.notes/part-*.json"))) < 3:
-        assert child.poll() is None
+        assert child.is_alive()
         time.sleep(0.01)
-    os.kill(child.pid, signal.SIGKILL)
-    child.communicate()
+    child.kill()
+    child.join()
     before = {path.name: path.stat().st_ino for path in work.glob("*/part-*.arrow")}
     assert killed.numbers("tiny", "rollouts") == [] and 3 <= len(before) <= 7
     again = config(samples_per_prompt=2, rows_per_shard=3)

@@ -61,8 +61,9 @@ def test_auto_is_the_trainers_float32_on_every_cpu(policy, monkeypatch):
 
 
 def test_an_end_token_is_the_last_id_and_ends_the_row(store, policy):
-    prompts = random_prompts(store, 20)
-    rows = generate(store, policy, prompts, samples=4, temperature=2.0, max_tokens=60)
+    prompts = random_prompts(store, 10)
+    sampling = {"temperature": 2.0, "max_tokens": 60}
+    rows = generate(store, policy, prompts, batch_size=10, samples=4, **sampling)
     assert {row["finish_reason"] for row in rows} == {"stop", "length"}
     for row in rows:
         ended = row["finish_reason"] == "stop"
@@ -77,7 +78,8 @@ def test_other_stop_ids_min_tokens_and_ignore_eos(store, policy):
     ends = {"stop_token_ids": ordinary, "min_tokens": 3, "max_tokens": 9, "ignore_eos": True}
     for row in generate(store, policy, prompts, **ends):
         assert max(row["completion_ids"][:3]) < 3 and len(row["completion_ids"]) >= 4
-    rows = generate(store, policy, prompts, temperature=2.0, ignore_eos=True, max_tokens=60)
+    endless = {"temperature": 2.0, "ignore_eos": True, "max_tokens": 60}
+    rows = generate(store, policy, prompts, batch_size=15, **endless)
     assert {len(row["completion_ids"]) for row in rows} == {60}
     assert any(EOS in row["completion_ids"] for row in rows)
 

@@ -10,7 +10,7 @@ import torch
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.run.runner import run_stage
-from quiver.stages.core.store import Store
+from quiver.stages.core.store import Store, Version
 from quiver.stages.generate.config import Config
 from quiver.stages.generate.prompts import most_media
 from quiver.stages.generate.rows import Rows
@@ -61,21 +61,23 @@ def gap_to_own_logprobs(store: Store, rollouts: str, shown: Any = sight) -> floa
     return max(gaps)
 
 
-def test_transformers_gives_the_models_own_logprobs(store):
-    config = sight.GENERATE
-    rollouts = run_stage("generate", config, store, into="a", in_process=True, **sight.REFS)
-    assert gap_to_own_logprobs(store, str(rollouts)) < 3e-5
-    manifest = store.open(rollouts).manifest
+@pytest.fixture(scope="module")
+def rollouts(store) -> Version:
+    """Those of engine `transformers`, all in one batch."""
+    ref = run_stage("generate", sight.GENERATE, store, in_process=True, **sight.REFS)
+    return store.open(ref)
+
+
+def test_transformers_gives_the_models_own_logprobs(store, rollouts):
+    assert gap_to_own_logprobs(store, str(rollouts.ref)) < 3e-5
+    manifest = rollouts.manifest
     assert manifest.kind_schema == "rollouts/1" and manifest.models[0].processor
 
 
-def test_rows_of_one_batch_do_not_look_at_each_others_pictures(store):
-    config = sight.GENERATE
-    together, alone = (
-        run_stage("generate", config | options, store, into=run, in_process=True, **sight.REFS)
-        for run, options in (("b", {}), ("c", {"options": {"batch_size": 1}}))
-    )
-    ids = [store.open(each).table()["completion_ids"].to_pylist() for each in (together, alone)]
+def test_rows_of_one_batch_do_not_look_at_each_others_pictures(store, rollouts):
+    config = {**sight.GENERATE, "options": {"batch_size": 1}}
+    alone = run_stage("generate", config, store, into="alone", in_process=True, **sight.REFS)
+    ids = [each.table()["completion_ids"].to_pylist() for each in (rollouts, store.open(alone))]
     assert ids[0] == ids[1]
 
 
@@ -94,6 +96,7 @@ def test_a_row_may_be_null_where_others_have_pictures():
     assert Rows(prompts, Config(**sight.GENERATE), "x").media(0) == ()
 
 
+@pytest.mark.vllm
 def test_vllm_gives_the_models_own_logprobs(tmp_path):
     """A model whose file vLLM can import without torchvision."""
     store = sight.make_prompts(tmp_path, ROWS)
@@ -101,6 +104,7 @@ def test_vllm_gives_the_models_own_logprobs(tmp_path):
     assert gap_to_own_logprobs(store, str(rollouts)) < 1e-4
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("kind", sound.FAMILIES)
 def test_vllm_hears_what_the_policy_hears(tmp_path, kind):
     store = sound.make_prompts(tmp_path, CLIPS, kind, seconds=30)  # as all are on the hub

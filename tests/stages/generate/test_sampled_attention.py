@@ -88,6 +88,8 @@ def make_model(folder: Path, family: str, **changed: object) -> Path:
     if family in ("bloom", "cohere", "granite", "llama", "phi3"):
         changed = {**TWO_HEADS, **changed}
     for part in configs_of(config):
+        if part.model_type == "llama4_text":  # three layers with chunks and one without
+            part.num_hidden_layers, part.layer_types = 4, part.layer_types[:4]
         for name, value in changed.items():
             if hasattr(part, name):
                 setattr(part, name, value)

@@ -166,16 +166,20 @@ def test_an_environment_that_fails_costs_its_own_episodes(
     assert "3 of 12 episodes failed; " in caplog.text
 
 
+ORDERED = {"engine": f"{MAKING}:Ordered", "options": {}}
+
+
 @pytest.mark.parametrize(
-    ("broken", "variable", "why", "num_failed"),
+    ("engine", "broken", "variable", "why", "num_failed"),
     [
-        ("reset 1", "RESET_WORKS", "no number", 3),
-        ("fickle", "RENDERING", "begins differently", 12),
-        ("silent", "RENDERING", "begins differently", 12),
-        ("talkative", "RENDERING", "begins differently", 12),
+        ({}, "reset 1", "RESET_WORKS", "no number", 3),
+        ({}, "fickle", "RENDERING", "begins differently", 12),
+        ({}, "silent", "RENDERING", "begins differently", 12),
+        ({}, "talkative", "RENDERING", "begins differently", 12),
+        (ORDERED, "reset 1", "RESET_WORKS", "no number", 3),
+        (ORDERED, "fickle", "RENDERING", "begins differently", 12),
     ],
 )
-@pytest.mark.parametrize("engine", [{}, {"engine": f"{MAKING}:Ordered", "options": {}}])
 def test_an_environment_that_begins_otherwise_than_its_prompt_says_has_failed(
     store, policy, names, monkeypatch, engine, broken, variable, why, num_failed
 ):
@@ -193,7 +197,7 @@ def test_an_environment_that_begins_otherwise_than_its_prompt_says_has_failed(
 def test_turns_that_can_be_sampled_go_before_new_rows(store, policy, names):
     order = guessing.Ordered.order
     order.clear()
-    run(store, policy, names, engine=f"{MAKING}:Ordered", options={}, seed=1)
+    run(store, policy, names, **ORDERED, seed=1)
     assert len(order) == 12 * 4
     assert sorted(index for index, turn in order if turn == 0) == list(range(12))
     # no more than three rows are ever with the engine, so the first ended before the last began

@@ -33,11 +33,6 @@ PROMPT = np.array([3, 4, 5], np.int32)
 
 
 @pytest.fixture
-def policy(store):
-    return make_policy(store)
-
-
-@pytest.fixture
 def server(policy):
     with FakeVllm(policy) as fake:
         yield fake

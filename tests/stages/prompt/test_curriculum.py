@@ -107,19 +107,16 @@ def test_where_too_few_lie_within_the_others_fill_the_round(store, policy, sourc
     assert set(outside) <= set(rows_of(first)), "those that were asked first wait the longest"
 
 
-@pytest.mark.parametrize(
-    ("means", "expected"),
-    [
-        ([(0.25, 0.75)], (4, 4, 0)),
-        ([(None,)], (4, 4, 0)),  # neither too easy nor too hard
-        ([(0.0,), (0.5,)], (4, 4, 0)),
-        ([(0.5,), (0.0,)], (4, 0, 4)),
-    ],
-)
-def test_the_last_mean_counts_and_the_bounds_are_within(store, policy, source, means, expected):
+def test_the_last_mean_counts_and_the_bounds_are_within(store, policy, source):
     first = prompts_of(store, source, 1)
-    scored = [score(store, first, *each) for each in means]
-    assert counts(prompts_of(store, source, 2, *scored, limit=8)) == expected
+    hard, middle = score(store, first, 0.0), score(store, first, 0.5)
+    for scored, expected in [
+        ([score(store, first, 0.25, 0.75)], (4, 4, 0)),
+        ([score(store, first, None)], (4, 4, 0)),  # neither too easy nor too hard
+        ([hard, middle], (4, 4, 0)),
+        ([middle, hard], (4, 0, 4)),
+    ]:
+        assert counts(prompts_of(store, source, 2, *scored, limit=8)) == expected
 
 
 def test_what_is_not_given_is_forgotten(store, policy, source):

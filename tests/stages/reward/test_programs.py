@@ -397,7 +397,7 @@ def double(x):
     "no Python": "I would double it.",
     "no text": "def double(x): return '\ud800\0'",
     "hang": "def double(x):\n    while True: pass",
-    "hang at once": "while True: pass",
+    "hang at once": "import time\ntime.sleep(99)",
     "an endless value": "def double(x):\n    while True: yield x",
     "a value that refers to itself": "x = []\nx.append(x)\ndef double(y):\n    return x",
     "a value without end": "def double(x):\n    return [0] * 10**8",
@@ -447,10 +447,10 @@ def test_cheating_on_outputs_wins_nothing():
 
 
 def test_after_a_test_that_takes_too_long_the_others_are_not_run():
-    slow = "def double(x):\n    while x == 0: pass\n    return 2 * x"
+    slow = "import time\ndef double(x):\n    time.sleep(99 * (x == 0))\n    return 2 * x"
     tests = [f"assert double({x}) == {2 * x}" for x in (1, 0, 2, 3)]
     assert code([slow], [tests], timeout_seconds=1) == [0.25]
-    echo = "x = input()\nwhile x == '0': pass\nprint(x)"
+    echo = "import time\nx = input()\ntime.sleep(99 * (x == '0'))\nprint(x)"
     cases = [{"input": digit, "output": digit} for digit in "1023"]
     assert code([echo], [cases], timeout_seconds=1) == [0.25]
     assert code([echo], [cases[2:]], timeout_seconds=1, all=True) == [1.0]
@@ -498,9 +498,13 @@ def test_many_rows_at_once():
     assert code(texts, [tests] * 6) == [0.0, 0.0, 0.25, 0.5, 0.75, 1.0]
 
 
-def test_functions_stay_cheap_to_import():
-    script = (
-        "import sys, quiver.stages.reward.functions; print({'httpx', 'subprocess', "
-        "'quiver.stages.core.sandbox'} & set(sys.modules))"
-    )
-    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"
+def test_what_processes_of_functions_import_stays_cheap():
+    script = """
+import sys
+import quiver.stages.reward.functions
+print({"httpx", "subprocess", "quiver.stages.core.sandbox"} & set(sys.modules))
+import quiver.stages.reward.pool.calls
+print({"httpx", "numpy", "pyarrow", "quiver.stages.core.sandbox"} & set(sys.modules))
+"""
+    said = subprocess.check_output([sys.executable, "-c", script], text=True)
+    assert said == "set()\n" * 2

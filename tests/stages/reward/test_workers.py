@@ -177,11 +177,10 @@ LATE = Part(error="TimeoutError: no answer within 1 s")
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory):
-    """The working folder, with the functions; child processes find the packages from there."""
+    """The working folder, with the functions."""
     patch = pytest.MonkeyPatch()
     path = tmp_path_factory.mktemp("faults")
     (path / "faults.py").write_text(FAULTS)
-    patch.setenv("PYTHONPATH", str(Path(__file__).parents[3]), prepend=os.pathsep)
     patch.chdir(path)
     patch.setattr(jobs, "BATCH_SECONDS", 1.0)
     yield path
@@ -367,7 +366,7 @@ def test_results_do_not_depend_on_the_number_of_workers_or_rows_a_call(folder):
     assert found[0] == found[1] == found[2]
 
 
-def test_work_is_dealt_to_several_processes_where_it_is_worth_it(empty):
+def test_work_is_dealt_to_several_processes_where_it_is_worth_it(empty, fresh_python):
     with Pool(2) as two:
         score_texts(scorer(two, "slow_row", most=1, timeout_seconds=30), ["bad"] * 4)
         assert len(children()) >= 4  # two keepers, two workers
@@ -415,10 +414,12 @@ def test_values_of_columns_arrive_as_they_are(one, folder):
 # -- nobody is left behind
 
 
-def test_a_closed_pool_leaves_no_process_and_no_thread(empty):
+def test_a_closed_pool_leaves_no_process_and_no_thread(empty, fresh_python):
     before = set(threading.enumerate())
     with Pool(2) as two, ThreadPoolExecutor(3) as threads:
-        list(threads.map(lambda use: score(two, use), ("raises", "nothing", "moves")))
+        uses = ("raises", "nothing", "kills_keeper")
+        *_, parts = threads.map(lambda use: score(two, use), uses)
+        assert parts[5].error.startswith(f"{ENDED}by SIGKILL")
         options = {"rows": 1, "bad": 0, "timeout_seconds": 60}  # a call that is late is done again
         assert score(two, "leaves_daemons", **options) == [Part(1.0)]
         found = children() + daemons(empty)
@@ -427,7 +428,7 @@ def test_a_closed_pool_leaves_no_process_and_no_thread(empty):
     assert wait_until(lambda: not set(threading.enumerate()) - before)
 
 
-def test_a_stage_that_is_interrupted_leaves_nobody(empty):
+def test_a_stage_that_is_interrupted_leaves_nobody(empty, fresh_python):
     """Its lanes are threads that still wait; see `test_subprocesses` for one that is killed."""
     code = """
         from quiver.stages.reward.functions.config import FunctionConfig

@@ -399,7 +399,7 @@ def shared():
         yield played
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     texts=st.lists(WORDS, min_size=6, max_size=6),
     outputs=st.lists(st.text(max_size=40) | st.just("x " * 300), min_size=6, max_size=6),

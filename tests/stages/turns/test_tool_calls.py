@@ -344,7 +344,7 @@ TEXTS = st.lists(PIECES | st.text(max_size=5), max_size=20).map("".join)
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(text=TEXTS)
 def test_no_text_makes_a_parser_raise(name, text):
     for parsed in (PARSERS[name].parse(text), make_parser(name, tools=FIND)(text)):
@@ -363,7 +363,7 @@ JSONS = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.tuples(st.text("abc_", min_size=1), st.dictionaries(st.text("abc"), JSONS)),

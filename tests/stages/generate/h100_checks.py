@@ -1,13 +1,12 @@
 """Run by test_vllm_on_h100.py in a process of its own: what vLLM makes of our arguments where its
 platform is an H100, as JSON on the last line. No engine is started.
 
-python -m tests.stages.generate.faked_h100 STORE
+python -m tests.stages.generate.h100_checks STORE
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import types
 
@@ -22,7 +21,7 @@ def fake_platform() -> None:
     """Python sources of vLLM's two builds differ in three files only; what is missing here is
     compiled, and no config needs it."""
     sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
-    from vllm import platforms
+    from vllm.platforms import current_platform
     from vllm.platforms.cuda import CudaPlatformBase
     from vllm.platforms.interface import DeviceCapability
 
@@ -36,7 +35,7 @@ def fake_platform() -> None:
         is_sleep_mode_available = classmethod(lambda _: True)
         is_cumem_allocator_available = classmethod(lambda _: True)
 
-    platforms._current_platform = H100()
+    current_platform.__class__ = H100  # of the one object that every module of vLLM has
 
 
 def config_of(policy, path: str, *, resident: bool = False, **options):
@@ -59,11 +58,12 @@ def main() -> None:
     store = Store(sys.argv[1], create=False)
     policies = [store.open(ref) for ref in ("tiny/policy@0", "other/policy@0")]
     prepare("test")
-    # what the architecture's class can do is looked up once, by importing it, which needs what is
-    # compiled for the platform; vLLM's cache remembers it
-    code = "import sys; from vllm.engine.arg_utils import EngineArgs"
-    code += "; EngineArgs(model=sys.argv[1]).create_model_config()"
-    subprocess.run([sys.executable, "-c", code, str(policies[0].files.folder)], check=True)
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    # what the architecture's class can do is looked up by importing it, which needs what is compiled
+    # for the platform
+    ModelRegistry.register_model("LlamaForCausalLM", LlamaForCausalLM)
     fake_platform()
     out: dict = {"by path": [], "by link": []}
     for policy in policies:
