@@ -107,6 +107,15 @@ def _config(kind: str, vocabulary: int):
 def make_folder(folder: Path, kind: str = "llama", seed: int = 0, vocabulary: int = 320) -> Path:
     """A tiny model directory: `kind` is llama, qwen3, gpt2, t5 or bart; the same seed gives the same
     weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, contents in _files(kind, seed, vocabulary).items():
+        (folder / name).write_bytes(contents)
+    return folder
+
+
+@cache
+def _files(kind: str, seed: int, vocabulary: int) -> dict[str, bytes]:
+    """What such a directory holds, by name; made once a process."""
     config = _config(kind, vocabulary)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -119,9 +128,10 @@ def make_folder(folder: Path, kind: str = "llama", seed: int = 0, vocabulary: in
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD, bos_token_id=BOS)
     if config.is_encoder_decoder:
         model.generation_config.decoder_start_token_id = config.decoder_start_token_id
-    model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def make_policy(

@@ -4,6 +4,9 @@ transformers and torch, no engine."""
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -355,3 +358,28 @@ def make(
 def even_share(row: dict) -> float:
     """A reward that differs within groups: the share of even ids."""
     return sum(token % 2 == 0 for token in row["completion_ids"]) / len(row["completion_ids"])
+
+
+def start_ranks(
+    python: str, module: str, folder: Path, size: int, *arguments: str
+) -> tuple[list[subprocess.Popen], list[Path]]:
+    """`size` processes that run a module as ranks on this host, and the files in `folder` that they
+    log to. Nobody watches over them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    variables |= {"GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    ranks, logs = [], [folder / f"rank-{rank}-of-{size}.log" for rank in range(size)]
+    for rank, log in enumerate(logs):
+        with log.open("w") as stderr:
+            ranks.append(
+                subprocess.Popen(
+                    [python, "-m", module, *arguments],
+                    cwd=Path(__file__).parents[3],
+                    env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                )
+            )
+    return ranks, logs
