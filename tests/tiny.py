@@ -4,7 +4,8 @@ template, written as a policy@0."""
 from __future__ import annotations
 
 import tempfile
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
 
 import torch
@@ -104,18 +105,30 @@ def _config(kind: str, vocabulary: int):
     )
 
 
+def made_once(make: Callable[..., Path]) -> Callable[..., Path]:
+    """`make(folder, ...)`, which runs once a process for the same arguments: later folders are
+    copies."""
+
+    @cache
+    def files(*arguments: object, **options: object) -> dict[str, bytes]:
+        with tempfile.TemporaryDirectory() as folder:
+            make(Path(folder), *arguments, **options)
+            return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+    @wraps(make)
+    def copy(folder: Path, *arguments: object, **options: object) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files(*arguments, **options).items():
+            (folder / name).write_bytes(content)
+        return folder
+
+    return copy
+
+
+@made_once
 def make_folder(folder: Path, kind: str = "llama", seed: int = 0, vocabulary: int = 320) -> Path:
     """A tiny model directory: `kind` is llama, qwen3, gpt2, t5 or bart; the same seed gives the same
     weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, contents in _files(kind, seed, vocabulary).items():
-        (folder / name).write_bytes(contents)
-    return folder
-
-
-@cache
-def _files(kind: str, seed: int, vocabulary: int) -> dict[str, bytes]:
-    """What such a directory holds, by name; made once a process."""
     config = _config(kind, vocabulary)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -128,10 +141,9 @@ def _files(kind: str, seed: int, vocabulary: int) -> dict[str, bytes]:
     model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD, bos_token_id=BOS)
     if config.is_encoder_decoder:
         model.generation_config.decoder_start_token_id = config.decoder_start_token_id
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        tokenizer().save_pretrained(folder)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
 
 
 def make_policy(

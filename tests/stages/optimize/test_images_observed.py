@@ -133,7 +133,15 @@ def test_what_was_shown_is_saved_where_its_ids_stand(saved):
     assert num_shown > 6
 
 
-@pytest.mark.parametrize("packing", ["shared", "packed", "single"])
+@pytest.mark.parametrize(
+    ("saved", "packing"),
+    [
+        ("idefics3", "packed"),
+        ("llava", "single"),
+        *(("qwen3_vl", packing) for packing in ("shared", "packed", "single")),
+    ],
+    indirect=["saved"],
+)
 def test_the_trainer_sees_what_the_engine_saw(saved, packing):
     """The audit compares with what was sampled; `packing` is tried against the whole model."""
     store, rollouts = saved

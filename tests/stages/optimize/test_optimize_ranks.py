@@ -25,7 +25,7 @@ LINEAR = {**COMMON, "grad_clip": 1e9, "eps": 1.0}
 """AdamW's eps is 1, so that the step follows the gradient and not only its sign."""
 PPO = {**LINEAR, "algorithm": "ppo", "critic_warmup_steps": 1}
 LORA = {**LINEAR, "learning_rate": 1e-2, "lora": {"rank": 4, "alpha": 12}}
-SIX_STEPS = {**LINEAR, "epochs": 3, "resume_steps": 2, "shard": True}
+FOUR_STEPS = {**LINEAR, "epochs": 2, "resume_steps": 2, "shard": True}
 CASES = {
     # of this seed the second step has its largest ratio on the second rank
     "plain": {**LINEAR, "seed": 1},
@@ -172,7 +172,7 @@ def ranks(tmp_path_factory):
     """What two and three ranks said and wrote of the quick cases, and of trainings that one number
     of ranks began and another one goes on with."""
     scene = Scene(tmp_path_factory.mktemp("ranks"), CASES)
-    scene.run_alone("sharded", "six", SIX_STEPS)
+    scene.run_alone("sharded", "four", FOUR_STEPS)
     step = Trainer._train_minibatch
 
     def dies(self, *arguments):
@@ -183,7 +183,7 @@ def ranks(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_train_minibatch", dies)
         with pytest.raises(KeyboardInterrupt):
-            scene.run_alone("sharded", "from-one-to-two", SIX_STEPS)
+            scene.run_alone("sharded", "from-one-to-two", FOUR_STEPS)
     sharded = CASES["sharded"]
     scene.launch(
         2,
@@ -193,8 +193,8 @@ def ranks(tmp_path_factory):
             *(scene.job(case, "two", CASES[case], name=case) for case in CASES),
             scene.job("plain", "two", CASES["plain"], name="again"),
             scene.job("sharded", "narrow", {**sharded, "save_dtype": "bfloat16"}),
-            scene.job("sharded", "from-one-to-two", SIX_STEPS),
-            scene.job("sharded", "from-two-to-three", SIX_STEPS, dies=True),
+            scene.job("sharded", "from-one-to-two", FOUR_STEPS),
+            scene.job("sharded", "from-two-to-three", FOUR_STEPS, dies=True),
             scene.job("sharded", "fails", sharded, fails=True),
         ],
     )
@@ -204,12 +204,12 @@ def ranks(tmp_path_factory):
         3,
         [
             scene.job("sharded", "three", sharded, name="sharded"),
-            scene.job("sharded", "from-two-to-three", SIX_STEPS),
-            scene.job("sharded", "from-three-to-one", SIX_STEPS, dies=True),
+            scene.job("sharded", "from-two-to-three", FOUR_STEPS),
+            scene.job("sharded", "from-three-to-one", FOUR_STEPS, dies=True),
             scene.job("sharded", "three-after-two", later, refs=narrow),
         ],
     )
-    scene.run_alone("sharded", "from-three-to-one", SIX_STEPS)
+    scene.run_alone("sharded", "from-three-to-one", FOUR_STEPS)
     scene.run_alone("sharded", "one-after-two", later, **narrow)
     return scene
 
@@ -345,7 +345,7 @@ def test_a_training_that_was_killed_goes_on_with_another_number_of_ranks(ranks, 
     store = ranks.stores["sharded"]
     into = name.replace(" ", "-")
     assert store.open(f"{into}/policy@1").manifest.metrics["processes"] == GOES_ON[name]
-    _same(store, "six", into)
+    _same(store, "four", into)
     before = {"from two to three": 2, "from three to one": 3}.get(name)
     assert not before or [said[into] for said in ranks.said[before]] == ["died"] * before
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,17 @@ def scored(
     return rollouts, write_rewards(store, rollouts, score or even_share, run)
 
 
+_sampled: dict[tuple, list[dict]] = {}
+
+
 def rows_of(policy: Version, groups: int, each: int, **options) -> list[dict]:
-    """Rows that the policy samples: `each` of `groups` random prompts."""
-    model = load_model(policy, dtype=torch.float32)
-    return sample(model, prompts(groups), each, **options)
+    """Rows that the policy samples: `each` of `groups` random prompts; of equal weights they are
+    sampled once a process."""
+    key = model_entry("policy", policy).weights, groups, each, *sorted(options.items())
+    if key not in _sampled:
+        model = load_model(policy, dtype=torch.float32)
+        _sampled[key] = sample(model, prompts(groups), each, **options)
+    return deepcopy(_sampled[key])
 
 
 def by_engine(
@@ -335,9 +343,6 @@ def write_logprobs(
     )
 
 
-_sampled: dict[tuple[str, int, int], list[dict]] = {}
-
-
 def make(
     store: Store,
     policy: Version,
@@ -346,12 +351,8 @@ def make(
     each: int = 4,
     run: str = "tiny",
 ):
-    """(rollouts, rewards) of `groups` random prompts, `each` completions; of equal weights they are
-    sampled once a process."""
-    key = model_entry("policy", policy).weights, groups, each
-    if key not in _sampled:
-        _sampled[key] = sample(load_model(policy, dtype=torch.float32), prompts(groups), each)
-    rollouts = write_rollouts(store, policy, _sampled[key], run)
+    """(rollouts, rewards) of `groups` random prompts, `each` completions."""
+    rollouts = write_rollouts(store, policy, rows_of(policy, groups, each), run)
     return rollouts, write_rewards(store, rollouts, score, run)
 
 
