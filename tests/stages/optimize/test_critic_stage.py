@@ -3,6 +3,7 @@ policy's trunk or on its own, causal and encoder-decoder."""
 
 import math
 import shutil
+from functools import cache
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -36,21 +37,25 @@ def _config(**fields) -> Config:
     return world.config(algorithm="ppo", **fields)
 
 
-@pytest.fixture(scope="module", params=["llama", "t5"])
-def begun(request, tmp_path_factory) -> Store:
-    """The store to copy from: a tiny policy, causal or encoder-decoder, and its rollouts and
-    rewards; one rollout a prompt."""
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """By kind of model, each made once: a run to copy, with rollouts and rewards, one a prompt."""
+
+    @cache
+    def make(kind: str) -> Path:
+        store = Store(tmp_path_factory.mktemp(kind) / "store")
+        world.by_engine(store, make_policy(store, kind, kind), groups=8, each=1)
+        return Path(store.url) / kind
+
+    return make
+
+
+@pytest.fixture(params=["llama", "t5"])
+def start(request, store, originals):
+    """A tiny policy, causal or encoder-decoder."""
     kind = request.param
-    store = Store(tmp_path_factory.mktemp(kind) / kind)
-    world.by_engine(store, make_policy(store, kind, kind), groups=8, each=1)
-    return store
-
-
-@pytest.fixture
-def start(store, begun):
-    run = Path(begun.url).name
-    shutil.copytree(Path(begun.url) / run, Path(store.url) / run, symlinks=True)
-    return store.open(f"{run}/policy@0")
+    shutil.copytree(originals(kind), Path(store.url) / kind, symlinks=True)
+    return store.open(f"{kind}/policy@0")
 
 
 @pytest.fixture
@@ -59,7 +64,7 @@ def made(store, start):
 
 
 EACH_CRITIC = pytest.mark.parametrize(
-    ("begun", "critic"), [("llama", "trunk"), ("t5", "model")], indirect=["begun"]
+    ("start", "critic"), [("llama", "trunk"), ("t5", "model")], indirect=["start"]
 )
 
 

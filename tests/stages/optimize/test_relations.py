@@ -1,6 +1,7 @@
 """Relations of every algorithm, a user's own among them: how the work is cut, what is masked."""
 
 import random
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -29,11 +30,19 @@ MINE = Algorithm("mine", "leave_one_out", capped, rooted, {"cap": 1.3})
 """
 
 
-@pytest.fixture(scope="module", params=["llama"])
-def scene(request, tmp_path_factory):
-    """A tiny policy, its rollouts of 1 to 9 tokens, rewards, reference and proximal logprobs a
-    little off; and the path of a user's algorithm."""
-    folder, kind = tmp_path_factory.mktemp(request.param), request.param
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    """By kind of model, each made once: a tiny policy, its rollouts of 1 to 9 tokens, rewards,
+    reference and proximal logprobs a little off; and the path of a user's algorithm."""
+    return cache(lambda kind: make_scene(tmp_path_factory.mktemp(kind), kind))
+
+
+@pytest.fixture(params=["llama"])
+def scene(request, scenes):
+    return scenes(request.param)
+
+
+def make_scene(folder, kind: str) -> SimpleNamespace:
     (folder / "own.py").write_text(OWN)
     store = Store(folder / "store")
     policy = make_policy(store, kind, kind)
