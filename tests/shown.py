@@ -2,7 +2,7 @@
 
 shown.sample(store, sight.REFS)
 rows, sequences, numbers = shown.read(store, "sees", "images")
-shown.require_own_pass(model, "shared", (rows, sequences, numbers), inputs_of)
+shown.require_own_pass(model, (rows, sequences, numbers), inputs_of)
 """
 
 from __future__ import annotations
@@ -85,20 +85,16 @@ def logprobs_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def require_own_pass(
     model: Any,
-    mode: str,
     given: Read,
     inputs_of: Callable[[dict], dict],
-    budgets: tuple[int, ...] = (10_000,),
 ) -> set[str]:
-    """Logprobs and gradients are those of the whole model, which merges features itself. Returns
-    the names of the weights that have a gradient.
+    """Every way of packing gives logprobs and gradients of the whole model, which merges features
+    itself. Returns the names of the weights that have a gradient.
 
     Args:
         model: The model.
-        mode: The way of packing.
         given: The result of `read`.
         inputs_of: What the whole model takes for a row.
-        budgets: Token budgets to try.
     """
     rows, sequences, numbers = given
     own = [
@@ -113,7 +109,7 @@ def require_own_pass(
     (weights * expected).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     total = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
-    for budget in budgets:
+    for mode, budget in ("shared", 40), *((mode, 10_000) for mode in MODES):
         model.zero_grad()
         logprobs = packed(Policy(model, autocast=False), mode, sequences, numbers, budget)
         torch.testing.assert_close(logprobs, expected, rtol=5e-6, atol=1e-5)
@@ -121,7 +117,7 @@ def require_own_pass(
         for name, parameter in model.named_parameters():
             if name in gradients:
                 gap = (parameter.grad - gradients[name]).norm()
-                assert gap <= 1e-5 * gradients[name].norm() + 1e-6 * total, name
+                assert gap <= 1e-5 * gradients[name].norm() + 1e-6 * total, (mode, name)
     return set(gradients)
 
 

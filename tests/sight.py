@@ -32,7 +32,7 @@ from transformers import (
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store, Version
 
-from .tiny import BOS, EOS, PAD, SPECIALS, tokenizer
+from .tiny import BOS, EOS, PAD, SPECIALS, made_once, tokenizer
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -107,6 +107,7 @@ def words() -> PreTrainedTokenizerFast:
     return with_marks
 
 
+@made_once
 def make_folder(folder: Path, kind: str = "idefics3", seed: int = 0) -> Path:
     """A tiny model directory: `kind` is idefics3 (4 features a picture, and three ids around them),
     llava (16 features), or one of `THREE_AXES` (a feature for 16 × 16 pixels)."""

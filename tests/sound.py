@@ -24,6 +24,7 @@ from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 
 from . import sight
+from .tiny import made_once
 
 RATE = 16_000
 TEMPLATE = sight.TEMPLATE.replace("'image'", "'audio'")
@@ -41,6 +42,7 @@ FAMILIES = tuple(_EARS)
 REFS = {"prompts": "hears/prompts@1", "policy": "hears/policy@0"}
 
 
+@made_once
 def make_folder(folder: Path, kind: str = "qwen2_audio", seconds: int = 2) -> Path:
     """A tiny model directory; it hears `seconds` of a clip."""
     tokens = sight.words()

@@ -4,7 +4,8 @@ template, written as a policy@0."""
 from __future__ import annotations
 
 import tempfile
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
 
 import torch
@@ -104,6 +105,27 @@ def _config(kind: str, vocabulary: int):
     )
 
 
+def made_once(make: Callable[..., Path]) -> Callable[..., Path]:
+    """`make(folder, ...)`, which runs once a process for the same arguments: later folders are
+    copies."""
+
+    @cache
+    def files(*arguments: object, **options: object) -> dict[str, bytes]:
+        with tempfile.TemporaryDirectory() as folder:
+            make(Path(folder), *arguments, **options)
+            return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+    @wraps(make)
+    def copy(folder: Path, *arguments: object, **options: object) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files(*arguments, **options).items():
+            (folder / name).write_bytes(content)
+        return folder
+
+    return copy
+
+
+@made_once
 def make_folder(folder: Path, kind: str = "llama", seed: int = 0, vocabulary: int = 320) -> Path:
     """A tiny model directory: `kind` is llama, qwen3, gpt2, t5 or bart; the same seed gives the same
     weights."""

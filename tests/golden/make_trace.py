@@ -19,6 +19,7 @@ import os
 import random
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,26 +100,32 @@ def score(row: dict[str, Any]) -> float | None:
     return None if row["rollout_id"] == "r-3-2" else world.even_share(row)
 
 
+@cache
+def inputs() -> tuple[tempfile.TemporaryDirectory, Store, dict[str, Any]]:
+    """A folder, its store, and in it what is trained on."""
+    folder = tempfile.TemporaryDirectory()
+    store = Store(Path(folder.name) / "store")
+    policy = make_policy(store)
+    sampled = world.write_rollouts(store, policy, rollouts(policy))
+    rewards = world.write_rewards(store, sampled, score)
+    return folder, store, {"policy": policy.ref, "rollouts": sampled.ref, "rewards": rewards.ref}
+
+
 def trace(algorithm: str, **options: Any) -> dict[str, Any]:
-    """The steps and metrics of `algorithm`, in a store of its own."""
+    """The steps and metrics of `algorithm`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            store = Store(Path(folder) / "store")
-            policy = make_policy(store)
-            sampled = world.write_rollouts(store, policy, rollouts(policy))
-            rewards = world.write_rewards(store, sampled, score)
-            met = MET.get(algorithm, {})
-            config = Config(algorithm=algorithm, **{**OPTIONS, **met, **options})
-            refs = {"policy": policy.ref, "rollouts": sampled.ref, "rewards": rewards.ref}
-            ref = run_stage("optimize", config, store, in_process=True, **refs)
-            metrics = store.open(ref).manifest.metrics
-            steps = store.open(metrics["updates"]).table().to_pylist()
-            return {
-                "steps": [{name: row[name] for name in COLUMNS} for row in steps],
-                "metrics": {name: metrics[name] for name in METRICS},
-            }
+        _, store, refs = inputs()
+        met = MET.get(algorithm, {})
+        config = Config(algorithm=algorithm, **{**OPTIONS, **met, **options})
+        ref = run_stage("optimize", config, store, in_process=True, force=True, **refs)
+        metrics = store.open(ref).manifest.metrics
+        steps = store.open(metrics["updates"]).table().to_pylist()
+        return {
+            "steps": [{name: row[name] for name in COLUMNS} for row in steps],
+            "metrics": {name: metrics[name] for name in METRICS},
+        }
     finally:
         torch.set_num_threads(threads)
 

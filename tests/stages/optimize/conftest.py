@@ -1,11 +1,39 @@
-"""Rollouts and rewards of the tiny policy, for every test that trains on them."""
+"""A tiny policy, and rollouts and rewards of it, for every test that trains on them: made once, and
+copied into the store of each test."""
+
+import shutil
+from pathlib import Path
 
 import pytest
 
+from quiver.stages.core.store import Store, Version
 from tests.stages.optimize import world
+from tests.tiny import make_policy
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory) -> Store:
+    """The store to copy from."""
+    store = Store(tmp_path_factory.mktemp("original") / "store")
+    world.make(store, make_policy(store), world.even_share)
+    return store
+
+
+def copied(original: Store, store: Store, kind: str, number: int) -> Version:
+    """A version of the original in a store that has none of its kind."""
+    source, target = (Path(each.url) / "tiny" / kind for each in (original, store))
+    shutil.copytree(source, target, symlinks=True)
+    return store.open(f"tiny/{kind}@{number}")
 
 
 @pytest.fixture
-def made(store, policy):
+def policy(store, original) -> Version:
+    """`tiny/policy@0`: a tiny llama."""
+    return copied(original, store, "policy", 0)
+
+
+@pytest.fixture
+def made(store, original, policy) -> tuple[Version, Version]:
     """(rollouts, rewards) of the tiny policy."""
-    return world.make(store, policy, world.even_share)
+    rollouts, rewards = (copied(original, store, kind, 1) for kind in ("rollouts", "rewards"))
+    return rollouts, rewards

@@ -40,15 +40,14 @@ def read(store: Store, change=lambda ids: ids) -> shown.Read:
     return shown.read(store, "hears", "audio", change)
 
 
-@pytest.mark.parametrize("mode", shown.MODES)
-def test_logprobs_and_gradients_are_transformers_own(store, model, mode):
+def test_logprobs_and_gradients_are_transformers_own(store, model):
     given = read(store, lambda ids: [id if id != sound.AUDIO else 5 for id in ids])
     folder = store.open(REFS["policy"]).files.folder
 
     def inputs_of(row):
         return sound.own_inputs(folder, row, row["audio"])
 
-    names = shown.require_own_pass(model, mode, given, inputs_of)
+    names = shown.require_own_pass(model, given, inputs_of)
     assert any("audio_tower" in name for name in names)
 
 
@@ -93,7 +92,7 @@ def test_a_trained_policy_keeps_the_names_of_its_weights(store):
     refs = {kind: f"hears/{kind}@1" for kind in ("rollouts", "rewards")} | {
         "policy": REFS["policy"]
     }
-    trained = run_here("optimize", shown.OPTIMIZE, store, into="named", **refs)
+    trained = run_here("optimize", shown.OPTIMIZE, store, into="trained", **refs)
     before, after = (
         load_file(store.open(ref).files.path("model.safetensors")).keys()
         for ref in (REFS["policy"], str(trained))

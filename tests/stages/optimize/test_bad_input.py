@@ -212,18 +212,18 @@ CASES = {
 }  # fmt: skip
 
 
-def prepared(store, policy, case: Case) -> tuple:
+def prepared(store, policy, rows: list[dict], case: Case) -> tuple:
     """Rollouts and rewards as the case has them."""
-    rows = world.make(store, policy, case.score)[0].table().to_pylist()
     return world.scored(store, policy, [case.rows(row) for row in rows], case.score)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_bad_input(store, policy, case):
-    made = prepared(store, policy, case)
+def test_bad_input(store, policy, made, case):
+    rows = made[0].table().to_pylist()
+    bad = prepared(store, policy, rows, case)
     before = {str(v.ref): v.manifest.content_hash for v in store.versions()}
     with pytest.raises(QuiverError) as caught:
-        world.trained(store, policy, made, world.config(**case.config))
+        world.trained(store, policy, bad, world.config(**case.config))
     error = caught.value
     assert (error.code, error.exit_code, error.object) == (case.code, case.exit_code, case.object)
     assert all(part in error.message for part in case.says), error.message
@@ -232,6 +232,6 @@ def test_bad_input(store, policy, case):
     assert any(word in error.state for word in intact), error.state
     after = {str(v.ref): v.manifest.content_hash for v in store.versions()}
     assert after == before and verify(store)[1] == []
-    good = prepared(store, policy, Case("", 0, "", [], ""))
+    good = prepared(store, policy, rows, Case("", 0, "", [], ""))
     done = world.trained(store, policy, good, world.config(algorithm="bad_algo:FINE"))
     assert str(done.ref) == "tiny/policy@1"

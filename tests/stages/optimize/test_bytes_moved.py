@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 
 from quiver.flows.fit import Estimate, Workload, parse_machine
 from quiver.flows.recipe import Recipe
+from quiver.stages.model.forward import modules
 from quiver.stages.model.forward.gpu import choice, head, operations
 from quiver.stages.model.forward.layout import Sequences
 from quiver.stages.model.forward.policy import Policy
@@ -79,6 +80,21 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return model
 
 
+def once_a_kind(succeeds):
+    """Trials of replacements, of which one speaks for all layers: without numbers they tell types
+    and shapes alone."""
+    answers = {}
+
+    def succeeds_once(trial, like):
+        name = repr(trial.forward).partition(" at ")[0]
+        kind = name, trial.shapes, like.shape, trial.precision
+        if kind not in answers:
+            answers[kind] = succeeds(trial, like)
+        return answers[kind]
+
+    return succeeds_once
+
+
 def micro_batch(
     config, monkeypatch, *, fused: bool, passes: int = 1, has_adapters: bool = False
 ) -> Counter:
@@ -113,6 +129,7 @@ def micro_batch(
     trained = [each for each in model.parameters() if each.requires_grad]
     if fused:
         monkeypatch.setattr(choice, "DEVICES", {"cuda", "meta"})
+        monkeypatch.setattr(modules._Trial, "succeeds", once_a_kind(modules._Trial.succeeds))
     with autocast_on_meta(monkeypatch):
         policy = Policy(model, autocast=True)
         policy.set_mode("shared")

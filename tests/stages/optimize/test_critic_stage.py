@@ -2,6 +2,9 @@
 policy's trunk or on its own, causal and encoder-decoder."""
 
 import math
+import shutil
+from functools import cache
+from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
@@ -11,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from quiver.flows.verification import verify
 from quiver.schemas.errors import ConfigError, SchemaError
+from quiver.stages.core.store import Store
 from quiver.stages.model.checkpoints import model_entry
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize import critic as critics
@@ -33,21 +37,35 @@ def _config(**fields) -> Config:
     return world.config(algorithm="ppo", **fields)
 
 
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory):
+    """By kind of model, each made once: a run to copy, with rollouts and rewards, one a prompt."""
+
+    @cache
+    def make(kind: str) -> Path:
+        store = Store(tmp_path_factory.mktemp(kind) / "store")
+        world.by_engine(store, make_policy(store, kind, kind), groups=8, each=1)
+        return Path(store.url) / kind
+
+    return make
+
+
 @pytest.fixture(params=["llama", "t5"])
-def start(request, store):
+def start(request, store, originals):
     """A tiny policy, causal or encoder-decoder."""
-    return make_policy(store, request.param, request.param)
+    kind = request.param
+    shutil.copytree(originals(kind), Path(store.url) / kind, symlinks=True)
+    return store.open(f"{kind}/policy@0")
 
 
 @pytest.fixture
 def made(store, start):
-    """Rollouts and rewards of that policy; one rollout a prompt."""
-    return world.by_engine(store, start, groups=8, each=1)
+    return tuple(store.open(f"{start.ref.run}/{kind}@1") for kind in ("rollouts", "rewards"))
 
 
-@pytest.fixture(params=["trunk", "model"])
-def critic(request) -> str:
-    return request.param
+EACH_CRITIC = pytest.mark.parametrize(
+    ("start", "critic"), [("llama", "trunk"), ("t5", "model")], indirect=["start"]
+)
 
 
 def _critic_of(version, critic: str) -> dict[str, torch.Tensor]:
@@ -77,6 +95,7 @@ def test_one_rollout_a_prompt_gives_an_advantage_a_token(store, start, made):
         assert metrics[name] == updates[-1][name]
 
 
+@EACH_CRITIC
 def test_the_policy_is_no_other_model_for_having_a_critic(store, start, made, critic):
     done = world.trained(store, start, made, _config(critic=critic))
     loader = AutoModelForCausalLM if start.ref.run == "llama" else AutoModelForSeq2SeqLM
@@ -206,6 +225,7 @@ def test_the_critic_has_a_rate_of_its_own_and_decay_on_matrices(policy):
 # -- going on
 
 
+@EACH_CRITIC
 def test_a_critic_that_is_carried_is_one_that_never_stopped(store, start, made, critic):
     """Two iterations through the store against one process that keeps model, critic and moments."""
     config = _config(**STALE, critic=critic, epochs=2, minibatches=2, critic_learning_rate=5e-3)
@@ -236,6 +256,7 @@ def test_a_critic_that_is_carried_is_one_that_never_stopped(store, start, made, 
     assert not world.are_equal(_critic_of(forgotten, critic), kept)
 
 
+@EACH_CRITIC
 def test_while_the_critic_warms_up_the_policy_rests(store, start, made, critic):
     """Steps 0 and 1; then steps 2 and 3, the last of which is the policy's first."""
     fields = {"critic": critic, "critic_warmup_steps": 3, "critic_learning_rate": 1e-2}
@@ -377,6 +398,7 @@ def test_a_cut_state_must_fit_the_decoder(store):
 # -- learning
 
 
+@EACH_CRITIC
 def test_the_critic_learns_what_the_prompt_tells(store, start, made, critic):
     """The reward depends on the prompt alone; the critic comes to explain it while the policy
     rests. Under bfloat16 autocast its weights stay in float32."""

@@ -4,6 +4,7 @@ trainer; what is refused; played again and branched."""
 import hashlib
 import json
 import re
+from functools import cache
 
 import numpy as np
 import pyarrow as pa
@@ -90,11 +91,21 @@ def paid(store: Store, rollouts: str) -> dict[str, str]:
     return {"rollouts": rollouts, "rewards": str(rewards), "policy": sight.REFS["policy"]}
 
 
-@pytest.fixture(scope="module", params=["idefics3", "llava", "qwen3_vl"])
-def saved(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    store, config, refs = episodes_of(folder, request.param)
-    return store, str(run_here("generate", config, store, **refs))
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """By kind of model, each made once: a store, and its episodes."""
+
+    @cache
+    def make(kind: str) -> tuple[Store, str]:
+        store, config, refs = episodes_of(tmp_path_factory.mktemp(kind), kind)
+        return store, str(run_here("generate", config, store, **refs))
+
+    return make
+
+
+@pytest.fixture(params=["idefics3", "llava", "qwen3_vl"])
+def saved(request, sampled):
+    return sampled(request.param)
 
 
 def features_of(store: Store, images: list[dict]) -> int:
@@ -133,7 +144,15 @@ def test_what_was_shown_is_saved_where_its_ids_stand(saved):
     assert num_shown > 6
 
 
-@pytest.mark.parametrize("packing", ["shared", "packed", "single"])
+@pytest.mark.parametrize(
+    ("saved", "packing"),
+    [
+        ("idefics3", "packed"),
+        ("llava", "single"),
+        *(("qwen3_vl", packing) for packing in ("shared", "packed", "single")),
+    ],
+    indirect=["saved"],
+)
 def test_the_trainer_sees_what_the_engine_saw(saved, packing):
     """The audit compares with what was sampled; `packing` is tried against the whole model."""
     store, rollouts = saved

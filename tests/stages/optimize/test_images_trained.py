@@ -23,6 +23,7 @@ ROWS = [
 ]
 IMAGE = sight.words().convert_tokens_to_ids("<image>")
 REFS = sight.REFS
+EVERYTHING = {"train_vision": True, "activation_checkpointing": True}
 
 
 def make_store(folder, kind: str) -> Store:
@@ -47,15 +48,14 @@ def read(store: Store, change=lambda ids: ids) -> shown.Read:
     return shown.read(store, "sees", "images", change)
 
 
-@pytest.mark.parametrize("mode", shown.MODES)
-def test_logprobs_and_gradients_are_transformers_own(store, model, mode):
+def test_logprobs_and_gradients_are_transformers_own(store, model):
     given = read(store, lambda ids: [id if id != IMAGE else 5 for id in ids])
     folder = store.open(REFS["policy"]).files.folder
 
     def inputs_of(row):
         return sight.own_inputs(folder, row, row["images"])
 
-    names = shown.require_own_pass(model, mode, given, inputs_of, budgets=(40, 10_000))
+    names = shown.require_own_pass(model, given, inputs_of)
     assert any("vis" in name for name in names)
 
 
@@ -129,7 +129,7 @@ def test_what_sees_is_trained_only_where_it_is_asked_for(store):
     of_language = {"text_model", "language_model", "lm_head"}
     assert changed_parts(store) <= of_language
     assert changed_parts(store, lora={"rank": 2}) <= of_language
-    everything = changed_parts(store, train_vision=True)
+    everything = changed_parts(store, **EVERYTHING)
     assert "vis" in everything
 
 
@@ -154,9 +154,9 @@ def test_a_version_may_have_lost_all_of_its_pictures(tmp_path):
 
 
 def test_trained_weights_are_a_policy_that_sees(store):
-    config = {**shown.OPTIMIZE, "train_vision": True, "activation_checkpointing": True}
+    config = {**shown.OPTIMIZE, **EVERYTHING}
     refs = {"rollouts": "sees/rollouts@1", "rewards": "sees/rewards@1", "policy": REFS["policy"]}
-    trained = run_here("optimize", config, store, into="next", **refs)
+    trained = run_here("optimize", config, store, into="trained", **refs)
     generate = {"engine": "transformers", "dtype": "float32", "sampling": {"max_tokens": 4}}
     refs = {"prompts": REFS["prompts"], "policy": str(trained)}
     rollouts = run_here("generate", generate, store, into="next", **refs)

@@ -102,7 +102,11 @@ def test_only_the_adapters_are_trained_and_have_moments(store, policy, made):
     assert not world.are_equal(adapter, world.weights(other, ADAPTER)), "A is made by the seed"
 
 
-@pytest.mark.parametrize("packing", ["shared", "packed", "single"])
+@pytest.mark.parametrize(
+    ("start", "packing"),
+    [("llama", "shared"), ("llama", "packed"), ("gpt2", "single"), ("t5", "packed")],
+    indirect=["start"],
+)
 def test_the_adapters_gradient_is_that_of_the_whole_weights(store, start, packing):
     """With W' = W + s B A and B = 0: dL/dB = s dL/dW Aᵀ and dL/dA = 0, where dL/dW is that of full
     training; gpt2's W is the transpose."""

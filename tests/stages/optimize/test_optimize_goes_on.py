@@ -1,9 +1,5 @@
 """How the stage goes on from iteration to iteration, that it learns, and what it leaves alone."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -14,8 +10,8 @@ from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
 from tests.tiny import make_policy
+from tests.vllm_process import checked
 
-ROOT = Path(__file__).parents[3]
 LATER = {"max_staleness": 3, "audit": {"enabled": False}}
 """A later iteration on the same rollouts, which are stale by then."""
 
@@ -82,27 +78,8 @@ def test_it_learns(store, policy):
 
 def test_neither_engine_nor_tokenizer_is_touched(store, policy, made):
     """And a store opened anew gives the same answer: nothing is kept in memory between runs."""
-    code = f"""
-import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("vllm", "prefect"):
-            raise ImportError(name)
-sys.meta_path.insert(0, Refuse())
-import transformers.tokenization_utils_base as base
-def refuse(*a, **k): raise AssertionError("a tokenizer was called")
-base.PreTrainedTokenizerBase.from_pretrained = base.PreTrainedTokenizerBase.__call__ = refuse
-from quiver import run_stage
-refs = dict(policy="tiny/policy@0", rollouts="{made[0].ref}", rewards="{made[1].ref}")
-config = dict(device="cpu", learning_rate=1e-3)
-print(run_stage("optimize", config, {store.url!r}, in_process=True, **refs))
-assert "vllm" not in sys.modules and "prefect" not in sys.modules
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith("tiny/policy@1")
+    module, refs = "tests.stages.optimize.untouched_checks", [version.ref for version in made]
+    assert checked(module, store.url, *refs) == "tiny/policy@1"
     assert str(_run(Store(store.url), policy, made).ref) == "tiny/policy@1"
 
 

@@ -2,8 +2,6 @@
 sharded ones: one launch of each number does the work of all tests that are not slow."""
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,13 +20,12 @@ from tests.tiny import make_folder, make_policy
 from tests.writing import run_here
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).parents[3]
 COMMON = {"device": "cpu", "learning_rate": 1e-3, "minibatches": 2, "token_budget": 40}
 LINEAR = {**COMMON, "grad_clip": 1e9, "eps": 1.0}
 """AdamW's eps is 1, so that the step follows the gradient and not only its sign."""
 PPO = {**LINEAR, "algorithm": "ppo", "critic_warmup_steps": 1}
 LORA = {**LINEAR, "learning_rate": 1e-2, "lora": {"rank": 4, "alpha": 12}}
-SIX_STEPS = {**LINEAR, "epochs": 3, "resume_steps": 2, "shard": True}
+FOUR_STEPS = {**LINEAR, "epochs": 2, "resume_steps": 2, "shard": True}
 CASES = {
     # of this seed the second step has its largest ratio on the second rank
     "plain": {**LINEAR, "seed": 1},
@@ -78,87 +75,6 @@ SLOW_CASES = {
 ALL_CASES = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)]
 GOES_ON = {"from one to two": 2, "from two to three": 3, "from three to one": 1}
 """On how many ranks a training ends that was killed on as many as its name says."""
-RANK = """
-import json, sys
-from pathlib import Path
-
-import torch
-from accelerate import Accelerator
-from safetensors.torch import save_file
-
-from quiver import run_stage
-from quiver.schemas.errors import ConfigError
-from quiver.stages.model.forward import attention
-from quiver.stages.model.forward.verify import probe_calls
-from quiver.stages.optimize.trainer import Trainer
-
-folder, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
-Accelerator.end_training = lambda self: None  # it takes the ranks apart, which go on with the next
-accelerator = Accelerator(cpu=True)
-rank, size = accelerator.process_index, accelerator.num_processes
-said = {}
-train, step, block_attention = Trainer.train, Trainer._train_minibatch, attention.block_attention
-
-
-def seen(self, *arguments):
-    calls = []
-    if job["name"] == "sharded":
-        sequences = self.batch.sequences
-        calls, _ = self.within_memory(
-            self.active, sequences, lambda passes: probe_calls(self.policy, passes[0], sequences)
-        )
-    outcome = train(self, *arguments)
-    moments = [state["exp_avg"] for state in self.optimizer.state.values() if state]
-    about = {"all": self.num_trained, "mode": self.mode}
-    about["probed"] = [float(states[0].norm()) for states, _ in calls]
-    if job["config"].get("shard"):
-        for name, tensors in {"weights": self.parameters, "moments": moments}.items():
-            about[name] = sum(tensor.to_local().numel() for tensor in tensors)
-    else:
-        weights = {name: value.detach() for name, value in self.model.named_parameters()}
-        save_file(weights, folder / f"{job['name']}.{rank}")
-    said[job["name"]] = about
-    return outcome
-
-
-def dies(self, *arguments):
-    if len(self.updates) == 3:
-        raise KeyboardInterrupt
-    return step(self, *arguments)
-
-
-def fails(*arguments, **options):
-    raise NotImplementedError
-
-
-for job in jobs:
-    Trainer.train = seen
-    Trainer._train_minibatch = dies if job["dies"] else step
-    attention.block_attention = fails if job["fails"] else block_attention
-    config = {"processes": size, **job["config"]}
-    if job["differs"] and rank == 1:
-        config["learning_rate"] = 0.5
-    try:
-        ref = run_stage("optimize", config, job["store"], in_process=True, into=job["into"], **job["refs"])
-        said.setdefault(job["name"], {})["ref"] = str(ref)
-    except KeyboardInterrupt:
-        said[job["name"]] = "died"
-    except ConfigError as error:
-        said[job["name"]] = str(error)
-    accelerator.wait_for_everyone()
-
-# each rank sends its tokens through one of the experts, of which there is one more
-trainer = object.__new__(Trainer)
-trainer.accelerator = accelerator
-experts = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(size + 1)]
-trainer.parameters = experts
-for expert in experts:
-    expert.grad_dtype = torch.float32
-experts[rank].grad = torch.full((3,), 2.0 + rank)
-trainer._sum_gradients()
-said["experts"] = [expert.grad if expert.grad is None else expert.grad.tolist() for expert in experts]
-(folder / f"said.{size}.{rank}").write_text(json.dumps(said))
-"""
 
 
 def _made(store: Store, case: str) -> dict[str, str]:
@@ -235,22 +151,18 @@ class Scene:
 
     def launch(self, size: int, jobs: list[dict]) -> None:
         """Run the jobs on `size` ranks, and wait until all have ended well."""
-        (self.folder / "rank.py").write_text(RANK)
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        variables = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-        variables["PYTHONPATH"] = os.pathsep.join(paths)
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-        script = [str(self.folder / "rank.py"), str(self.folder), json.dumps(jobs)]
-        done = subprocess.run(
-            [sys.executable, *launcher, *script],
-            cwd=ROOT,
-            env={**os.environ, **variables},
-            capture_output=True,
-            text=True,
-            timeout=480,
-            check=False,
+        module, arguments = (
+            "tests.stages.optimize.rank_checks",
+            [str(self.folder), json.dumps(jobs)],
         )
-        assert done.returncode == 0, done.stderr[-3000:]
+        ranks, logs = world.start_ranks(sys.executable, module, self.folder, size, *arguments)
+        try:
+            for rank, log in zip(ranks, logs, strict=True):
+                assert rank.wait(480) == 0, log.read_text()[-3000:]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.communicate()
         paths = [self.folder / f"said.{size}.{rank}" for rank in range(size)]
         self.said[size] = [json.loads(path.read_text()) for path in paths]
 
@@ -260,7 +172,7 @@ def ranks(tmp_path_factory):
     """What two and three ranks said and wrote of the quick cases, and of trainings that one number
     of ranks began and another one goes on with."""
     scene = Scene(tmp_path_factory.mktemp("ranks"), CASES)
-    scene.run_alone("sharded", "six", SIX_STEPS)
+    scene.run_alone("sharded", "four", FOUR_STEPS)
     step = Trainer._train_minibatch
 
     def dies(self, *arguments):
@@ -271,7 +183,7 @@ def ranks(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_train_minibatch", dies)
         with pytest.raises(KeyboardInterrupt):
-            scene.run_alone("sharded", "from-one-to-two", SIX_STEPS)
+            scene.run_alone("sharded", "from-one-to-two", FOUR_STEPS)
     sharded = CASES["sharded"]
     scene.launch(
         2,
@@ -281,8 +193,8 @@ def ranks(tmp_path_factory):
             *(scene.job(case, "two", CASES[case], name=case) for case in CASES),
             scene.job("plain", "two", CASES["plain"], name="again"),
             scene.job("sharded", "narrow", {**sharded, "save_dtype": "bfloat16"}),
-            scene.job("sharded", "from-one-to-two", SIX_STEPS),
-            scene.job("sharded", "from-two-to-three", SIX_STEPS, dies=True),
+            scene.job("sharded", "from-one-to-two", FOUR_STEPS),
+            scene.job("sharded", "from-two-to-three", FOUR_STEPS, dies=True),
             scene.job("sharded", "fails", sharded, fails=True),
         ],
     )
@@ -292,12 +204,12 @@ def ranks(tmp_path_factory):
         3,
         [
             scene.job("sharded", "three", sharded, name="sharded"),
-            scene.job("sharded", "from-two-to-three", SIX_STEPS),
-            scene.job("sharded", "from-three-to-one", SIX_STEPS, dies=True),
+            scene.job("sharded", "from-two-to-three", FOUR_STEPS),
+            scene.job("sharded", "from-three-to-one", FOUR_STEPS, dies=True),
             scene.job("sharded", "three-after-two", later, refs=narrow),
         ],
     )
-    scene.run_alone("sharded", "from-three-to-one", SIX_STEPS)
+    scene.run_alone("sharded", "from-three-to-one", FOUR_STEPS)
     scene.run_alone("sharded", "one-after-two", later, **narrow)
     return scene
 
@@ -433,7 +345,7 @@ def test_a_training_that_was_killed_goes_on_with_another_number_of_ranks(ranks, 
     store = ranks.stores["sharded"]
     into = name.replace(" ", "-")
     assert store.open(f"{into}/policy@1").manifest.metrics["processes"] == GOES_ON[name]
-    _same(store, "six", into)
+    _same(store, "four", into)
     before = {"from two to three": 2, "from three to one": 3}.get(name)
     assert not before or [said[into] for said in ranks.said[before]] == ["died"] * before
 

@@ -24,10 +24,10 @@ from tests.stages.optimize.world import config, trained
 from tests.tiny import make_policy
 from tests.writing import run_here
 
-TEN_STEPS = {"epochs": 5, "minibatches": 2, "resume_steps": 5}
+SIX_STEPS = {"epochs": 3, "minibatches": 2, "resume_steps": 3}
 CASES = {
     "fp32": {},
-    "in the last epoch": {"resume_steps": 9},
+    "in the last epoch": {"resume_steps": 5},
     "bf16_stochastic": {"precision": "bf16_stochastic"},
     "8bit": {"optimizer": "adamw_8bit"},
     "fewest bytes": {"optimizer": "adamw_8bit", "precision": "bf16_stochastic"},
@@ -74,22 +74,22 @@ def assert_equal(store, one, other) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ten_steps_are_some_a_kill_and_the_rest_bit_for_bit(store, policy, made, steps, case):
-    chosen = config(**{**TEN_STEPS, **CASES[case]})
+def test_six_steps_are_some_a_kill_and_the_rest_bit_for_bit(store, policy, made, steps, case):
+    chosen = config(**{**SIX_STEPS, **CASES[case]})
     refs = {}
     if chosen.kl_coef:
         off = [[old - 0.3 for old in row] for row in made[0].table()["old_logprobs"].to_pylist()]
         refs["ref_logprobs"] = world.write_logprobs(store, made[0], off, "ref", policy).ref
     train = partial(trained, store, policy, made, chosen, **refs)
     whole = train(into="whole")
-    assert steps.count == 10
+    assert steps.count == 6
     saved = chosen.resume_steps
-    steps.count, steps.dies_after = 0, min(saved + 2, 9)
+    steps.count, steps.dies_after = 0, min(saved + 2, 5)
     with pytest.raises(KeyboardInterrupt):
         train(into="killed")
     steps.count, steps.dies_after = 0, None
     resumed = train(into="killed")
-    assert steps.count == 10 - saved, "those after the saved one are made again, no more"
+    assert steps.count == 6 - saved, "those after the saved one are made again, no more"
     assert_equal(store, whole, resumed)
     assert not list(Path(store.url).glob("killed/policy/.work/*")), "it goes with the rest"
 
@@ -113,29 +113,29 @@ def test_a_state_is_saved_when_its_time_has_come(
     assert steps.count == 6
 
 
-def _die_after_six(path, refs):
+def _die_after_four(path, refs):
     real = resume.SavedProgress.step_done
 
     def step_done(self, trainer, *place):
         real(self, trainer, *place)
-        if len(trainer.updates) == 6:
+        if len(trainer.updates) == 4:
             os._exit(9)
 
     resume.SavedProgress.step_done = step_done
-    run_here("optimize", config(**TEN_STEPS), Store(path), into="killed", **refs)
+    run_here("optimize", config(**SIX_STEPS), Store(path), into="killed", **refs)
 
 
 @pytest.fixture(scope="module")
 def died(tmp_path_factory):
-    """A store in which a training was made, and another died after its sixth step, the policy and
+    """A store in which a training was made, and another died after its fourth step, the policy and
     what they are made of."""
     store = Store(tmp_path_factory.mktemp("died") / "store")
     policy = make_policy(store)
     made = world.make(store, policy, world.even_share)
-    trained(store, policy, made, config(**TEN_STEPS), into="whole")
+    trained(store, policy, made, config(**SIX_STEPS), into="whole")
     refs = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref}
     process = multiprocessing.get_context("fork").Process(
-        target=_die_after_six, args=(store.url, refs)
+        target=_die_after_four, args=(store.url, refs)
     )
     process.start()
     process.join()
@@ -188,8 +188,8 @@ def test_after_kill_9_a_state_that_is_not_whole_is_made_again(died, tmp_path, st
     store = Store(shutil.copytree(path, tmp_path / "store"))
     folder = next(Path(store.url).glob("killed/policy/.work/*.resume"))
     DAMAGE[damage](next(folder.glob("*.safetensors")), folder / "progress")
-    resumed = trained(store, store.open(policy), made, config(**TEN_STEPS), into="killed")
-    assert steps.count == (5 if damage == "none" else 10)
+    resumed = trained(store, store.open(policy), made, config(**SIX_STEPS), into="killed")
+    assert steps.count == (3 if damage == "none" else 6)
     assert_equal(store, store.open("whole/policy@1"), resumed)
     assert not list(Path(store.url).glob("killed/policy/.work/*.resume"))
 
@@ -205,29 +205,29 @@ def test_a_state_on_a_disk_that_fails_for_a_moment_is_kept(died, tmp_path, steps
             raise OSError(errno.EIO, "Input/output error")
         return real(storage, key)
 
-    again = partial(trained, store, store.open(policy), made, config(**TEN_STEPS), into="killed")
+    again = partial(trained, store, store.open(policy), made, config(**SIX_STEPS), into="killed")
     with monkeypatch.context() as failing, pytest.raises(ResourceError, match="input/output error"):
         failing.setattr(resume, "size_and_sha256", fail)
         again()
     assert state.exists()
     assert_equal(store, store.open("whole/policy@1"), again())
-    assert steps.count == 5
+    assert steps.count == 3
 
 
 def test_ranks_that_would_go_on_after_different_steps_refuse(died, tmp_path, monkeypatch):
     path, policy, made = died
     store = Store(shutil.copytree(path, tmp_path / "store"))
     monkeypatch.setattr(resume, "of_all_ranks", lambda mine: [mine, "none"])
-    with pytest.raises(ConfigError, match="would continue after different steps: state-000005-"):
-        trained(store, store.open(policy), made, config(**TEN_STEPS), into="killed")
+    with pytest.raises(ConfigError, match="would continue after different steps: state-000003-"):
+        trained(store, store.open(policy), made, config(**SIX_STEPS), into="killed")
     assert store.numbers("killed", "policy") == []
 
 
 def test_what_is_forced_starts_over(died, tmp_path, steps):
     path, policy, made = died
     store = Store(shutil.copytree(path, tmp_path / "store"))
-    trained(store, store.open(policy), made, config(**TEN_STEPS), into="killed", force=True)
-    assert steps.count == 10
+    trained(store, store.open(policy), made, config(**SIX_STEPS), into="killed", force=True)
+    assert steps.count == 6
 
 
 def test_a_step_that_was_left_out_is_saved_too(store, policy, made, steps, monkeypatch):
@@ -235,17 +235,17 @@ def test_a_step_that_was_left_out_is_saved_too(store, policy, made, steps, monke
 
     def accumulate(self, *arguments):
         numbers = real(self, *arguments)
-        return {**numbers, "loss": float("nan")} if len(self.updates) == 3 else numbers
+        return {**numbers, "loss": float("nan")} if len(self.updates) == 1 else numbers
 
     monkeypatch.setattr(trainer.Trainer, "accumulate", accumulate)
-    chosen = config(**TEN_STEPS)
+    chosen = config(**SIX_STEPS)
     whole = trained(store, policy, made, chosen, into="whole")
-    steps.count, steps.dies_after = 0, 7
+    steps.count, steps.dies_after = 0, 4
     with pytest.raises(KeyboardInterrupt):
         trained(store, policy, made, chosen, into="killed")
     steps.count, steps.dies_after = 0, None
     assert_equal(store, whole, trained(store, policy, made, chosen, into="killed"))
-    assert steps.count == 5 and whole.manifest.metrics["skipped_steps"] == 1
+    assert steps.count == 3 and whole.manifest.metrics["skipped_steps"] == 1
 
 
 def test_the_rollouts_of_a_step_that_is_not_finite_are_kept(store, policy, made, monkeypatch):

@@ -1,6 +1,7 @@
 """Relations of every algorithm, a user's own among them: how the work is cut, what is masked."""
 
 import random
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -29,11 +30,19 @@ MINE = Algorithm("mine", "leave_one_out", capped, rooted, {"cap": 1.3})
 """
 
 
-@pytest.fixture(scope="module", params=["llama", "t5"])
-def scene(request, tmp_path_factory):
-    """A tiny policy, its rollouts of 1 to 9 tokens, rewards, reference and proximal logprobs a
-    little off; and the path of a user's algorithm."""
-    folder, kind = tmp_path_factory.mktemp(request.param), request.param
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    """By kind of model, each made once: a tiny policy, its rollouts of 1 to 9 tokens, rewards,
+    reference and proximal logprobs a little off; and the path of a user's algorithm."""
+    return cache(lambda kind: make_scene(tmp_path_factory.mktemp(kind), kind))
+
+
+@pytest.fixture(params=["llama"])
+def scene(request, scenes):
+    return scenes(request.param)
+
+
+def make_scene(folder, kind: str) -> SimpleNamespace:
     (folder / "own.py").write_text(OWN)
     store = Store(folder / "store")
     policy = make_policy(store, kind, kind)
@@ -110,7 +119,15 @@ def cut(made: Trainer, size: int, order: random.Random) -> None:
     made.policy.microbatches = micro_batches
 
 
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "own", "prompt_mean"])
+@pytest.mark.parametrize(
+    ("scene", "algorithm"),
+    [
+        *(("llama", algorithm) for algorithm in (*ALGORITHMS, "own", "prompt_mean")),
+        # an algorithm sees tokens alone: these ask for what other passes give
+        *(("t5", algorithm) for algorithm in ("grpo", "gspo", "otb", "ppo")),
+    ],
+    indirect=["scene"],
+)
 def test_no_cut_order_or_packing_changes_loss_or_gradient(scene, algorithm):
     if algorithm == "prompt_mean":
         made = trainer(scene, "grpo", aggregation="prompt_mean")
@@ -119,13 +136,7 @@ def test_no_cut_order_or_packing_changes_loss_or_gradient(scene, algorithm):
     order = random.Random(1)
     expected = gradient(made)
     assert max(float(slope.abs().max()) for slope in expected[1].values()) > 1e-3
-    for packing, size in (
-        ("shared", 1),
-        ("shared", 2),
-        ("packed", 2),
-        ("packed", 9),
-        ("single", 1),
-    ):
+    for packing, size in ("shared", 2), ("packed", 4), ("single", 1):
         made.policy.set_mode(packing)
         cut(made, size, order)
         batch = made.batch

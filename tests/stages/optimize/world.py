@@ -4,8 +4,12 @@ transformers and torch, no engine."""
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,10 +98,17 @@ def scored(
     return rollouts, write_rewards(store, rollouts, score or even_share, run)
 
 
+_sampled: dict[tuple, list[dict]] = {}
+
+
 def rows_of(policy: Version, groups: int, each: int, **options) -> list[dict]:
-    """Rows that the policy samples: `each` of `groups` random prompts."""
-    model = load_model(policy, dtype=torch.float32)
-    return sample(model, prompts(groups), each, **options)
+    """Rows that the policy samples: `each` of `groups` random prompts; of equal weights they are
+    sampled once a process."""
+    key = model_entry("policy", policy).weights, groups, each, *sorted(options.items())
+    if key not in _sampled:
+        model = load_model(policy, dtype=torch.float32)
+        _sampled[key] = sample(model, prompts(groups), each, **options)
+    return deepcopy(_sampled[key])
 
 
 def by_engine(
@@ -332,9 +343,6 @@ def write_logprobs(
     )
 
 
-_sampled: dict[tuple[str, int, int], list[dict]] = {}
-
-
 def make(
     store: Store,
     policy: Version,
@@ -343,15 +351,36 @@ def make(
     each: int = 4,
     run: str = "tiny",
 ):
-    """(rollouts, rewards) of `groups` random prompts, `each` completions; of equal weights they are
-    sampled once a process."""
-    key = model_entry("policy", policy).weights, groups, each
-    if key not in _sampled:
-        _sampled[key] = sample(load_model(policy, dtype=torch.float32), prompts(groups), each)
-    rollouts = write_rollouts(store, policy, _sampled[key], run)
+    """(rollouts, rewards) of `groups` random prompts, `each` completions."""
+    rollouts = write_rollouts(store, policy, rows_of(policy, groups, each), run)
     return rollouts, write_rewards(store, rollouts, score, run)
 
 
 def even_share(row: dict) -> float:
     """A reward that differs within groups: the share of even ids."""
     return sum(token % 2 == 0 for token in row["completion_ids"]) / len(row["completion_ids"])
+
+
+def start_ranks(
+    python: str, module: str, folder: Path, size: int, *arguments: str
+) -> tuple[list[subprocess.Popen], list[Path]]:
+    """`size` processes that run a module as ranks on this host, and the files in `folder` that they
+    log to. Nobody watches over them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+    variables |= {"GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    ranks, logs = [], [folder / f"rank-{rank}-of-{size}.log" for rank in range(size)]
+    for rank, log in enumerate(logs):
+        with log.open("w") as stderr:
+            ranks.append(
+                subprocess.Popen(
+                    [python, "-m", module, *arguments],
+                    cwd=Path(__file__).parents[3],
+                    env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                )
+            )
+    return ranks, logs
