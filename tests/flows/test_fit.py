@@ -30,7 +30,7 @@ from quiver.stages.model.memory import shape_of
 from quiver.stages.optimize.config import Config
 from tests.benchmarks import made
 from tests.benchmarks.made import rollouts_table
-from tests.flows.conftest import RECIPE, command_environment, quiver
+from tests.flows.conftest import RECIPE, command_environment
 from tests.stages.generate.making import random_prompts
 from tests.stages.model.test_memory import SEVEN
 from tests.stages.optimize import world
@@ -164,13 +164,15 @@ def test_memory_is_within_a_fifth_of_a_process(fresh_python, tmp_path, size, sta
     assert {stage: needed[stage] for stage in stages} == pytest.approx(measured, rel=0.2)
 
 
-def test_the_command_line_ends_with_7_if_a_stage_does_not_fit(tmp_path):
+def test_the_command_line_ends_with_7_if_a_stage_does_not_fit(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
     make_folder(tmp_path / "model")
     (tmp_path / "recipe.toml").write_text(
         'run = "tiny"\n[policy]\nmodel = "model"\n[data]\nsource = "rows.jsonl"\n'
         '[[reward.functions]]\nuse = "math"\n[optimize]\nprocesses = 3\n'
     )
-    answer = quiver(tmp_path, "fit", "recipe.toml", "--gpu", "a100:2", code=7)
+    code, answer = command("fit", "recipe.toml", "--gpu", "a100:2")
+    assert code == 7
     assert not answer["fits"] and answer["machine"]["count"] == 2
     generate, optimize = answer["stages"]
     assert (generate["stage"], generate["fits"]) == ("generate", True)
