@@ -1,6 +1,7 @@
 """`quiver bisect`: policies whose templates decide what the scripted engine echoes."""
 
 import json
+import shutil
 
 import pytest
 
@@ -44,10 +45,10 @@ def score(completions, number, **_):
 FIRST_WORSE = 5
 
 
-@pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    """The recipe of line/policy@0 to policy@8. From policy@5 on, all answers but one are worse.
-    Returns it and the list of stages that were run."""
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """The recipe of line/policy@0 to policy@8. From policy@5 on, all answers but one are worse."""
+    tmp_path = tmp_path_factory.mktemp("line")
     rows = [{"question": f"What is {number}?", "number": number} for number in range(8)]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "questions.jsonl").write_text('{"question": "What?", "number": 1}')
@@ -67,6 +68,13 @@ def workplace(tmp_path, monkeypatch):
                     content = content.replace(b"assistant", word) + b"{# %d #}" % number
                 (work.folder / name).write_bytes(content)
             parent = work.commit()
+    return tmp_path
+
+
+@pytest.fixture
+def workplace(original, tmp_path, monkeypatch):
+    """A copy of the recipe and its store, and the list of stages that were run."""
+    shutil.copytree(original, tmp_path, dirs_exist_ok=True)
     stages = []
     stay_here(tmp_path, monkeypatch, stages)
     return load(tmp_path / "recipe.toml"), stages
@@ -109,20 +117,13 @@ def test_the_first_worse_policy_is_found_with_few_measurements(workplace):
     assert stages.count("generate") == 5
     stages.clear()
     assert search(recipe, 0, 8) == answer and stages == []
-
-
-def test_a_policy_that_expired_is_left_out(workplace):
-    recipe, _ = workplace
+    with pytest.raises(LineageError, match="not told apart"):
+        search(recipe, 0, 4)
+    # what expired is left out
     marks.write(Store(recipe.store).storage, Ref("line", "policy", 4), EXPIRED, "gc")
     answer = search(recipe, 0, 8)
     assert answer["gone"] == ["line/policy@4"]
     assert (answer["first"], answer["before"]) == ("line/policy@5", "line/policy@3")
-
-
-def test_a_bad_policy_that_is_not_told_apart_is_refused(workplace):
-    recipe, _ = workplace
-    with pytest.raises(LineageError, match="not told apart"):
-        search(recipe, 0, 4)
 
 
 def test_a_bad_policy_that_is_better_is_called_so(workplace, tmp_path):

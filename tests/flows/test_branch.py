@@ -4,7 +4,7 @@ be brought to their place."""
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from quiver.stages.turns.pool import EnvironmentPool
 from quiver.stages.turns.reenact import reenact
 from quiver.stages.turns.saved import beginning_of
 from tests import episodes, sight
-from tests.flows.conftest import quiver
 from tests.flows.test_reenact import CALL, by_halves, write_guess
 from tests.stages.generate.recorded import answer, opened, record
 from tests.stages.optimize import world
@@ -55,9 +54,11 @@ def saved(tmp_path_factory):
     return folder, store, policy, turns, made
 
 
-def branch(folder: Path, turn: int, *options: str, code: int = 0):
-    command = ["branch", "tiny/rollouts@1", "--turn", str(turn), "--store", "store"]
-    return quiver(folder, *command, *options, code=code)
+@pytest.fixture
+def branch(saved, command):
+    """A function that runs the command line; returns its exit code and its JSON object."""
+    words = ("branch", "tiny/rollouts@1", "--store", str(saved[1].url), "--turn")
+    return partial(command, *words)
 
 
 def branched(store: Store, turn: int, into: str, ref: str = "tiny/rollouts@1") -> Version:
@@ -84,10 +85,9 @@ def test_the_ids_are_those_that_were_read_before_the_turn(saved):
     assert verify(store)[1] == []
 
 
-def test_the_same_again_is_done_already(saved):
-    folder, store, _, _, _ = saved
-    first = branch(folder, 1, "--into", "again")["prompts"]
-    second = branch(folder, 1, "--into", "again")["prompts"]
+def test_the_same_again_is_done_already(saved, branch):
+    store = saved[1]
+    first, second = (branch("1", "--into", "again")[1]["prompts"] for _ in range(2))
     rows = store.open("tiny/rollouts@1").table().to_pylist()
     num_longer = sum(len(row["turns"]) > 1 for row in rows)
     assert not first["cached"] and second["cached"]
@@ -217,9 +217,9 @@ def with_counts(sequences):
         before += len(places)
 
 
-def test_a_turn_that_no_episode_has_is_refused(saved):
-    folder, store, _, _, _ = saved
+def test_a_turn_that_no_episode_has_is_refused(saved, branch):
+    store = saved[1]
     before = store.numbers("tiny", "prompts")
-    error = branch(folder, 4, code=2)["error"]
-    assert "the longest episode has 4" in error["message"]
+    code, answer = branch("4")
+    assert code == 2 and "the longest episode has 4" in answer["error"]["message"]
     assert store.numbers("tiny", "prompts") == before

@@ -185,8 +185,8 @@ def test_the_reference_is_any_policy_of_the_store(store):
     assert (again.ref, again.cached) == (done[0]["policy"], True)
     again = by_hand("logprobs", *by_tag, rollouts=done[1]["rollouts"])
     assert (again.ref, again.cached) == (done[1]["ref_logprobs"], True)
-    elsewhere = iterations(*settings, f"reference.policy={other.ref}")
-    assert elsewhere[0]["policy"] not in [each["policy"] for each in done]
+    (elsewhere,) = iterations(*settings, f"reference.policy={other.ref}", "iterations=1")
+    assert elsewhere["policy"] not in [each["policy"] for each in done]
     # of the run itself, without its name
     own = iterations(*settings, "reference.policy=policy@1")
     assert [scored_by(store, each["ref_logprobs"]) for each in own] == ["taught/policy@1"] * 2
@@ -225,12 +225,12 @@ def test_every_two_iterations_the_reference_takes_a_share_of_the_policy(store):
 
 
 def test_a_run_that_is_stopped_again_and_again_has_the_same_references(store):
-    """After every third stage; then nothing is left to do."""
+    """After every fourth stage; then nothing is left to do."""
     recipe = load("recipe.toml", ["data.held_out=null", "run=stopped", *MIXED]).resolved()
     make_policy(store, "teacher", seed=1)
     num_made, num_stopped = [], 0
     while not num_made or num_made[-1]:
-        stages = Stages(3)
+        stages = Stages(4)
         num_made.append(0)
         try:
             with stages.of(recipe):

@@ -178,9 +178,10 @@ def test_rows_that_no_iteration_takes_are_not_looked_at(folder):
     left_out = next(row for row in range(8) if f"{row:06d}" not in taken)
     rows[left_out]["question"] = "one " * 400
     write_rows(rows)
-    assert check("iterations=1").answer["prompts"]["data"]["looked_at"] == 4
+    alone = "data.held_out=null"
+    assert check("iterations=1", alone).answer["prompts"]["data"]["looked_at"] == 4
     with pytest.raises(ConfigError, match=f"prompt {left_out:06d} .*the prompt has 4"):
-        check("iterations=2")
+        check("iterations=2", alone)
 
 
 def test_prompts_that_are_too_long_are_counted(folder):
@@ -279,7 +280,7 @@ def test_it_is_told_before_a_function_makes_the_base_model(folder, caplog):
 def test_a_first_iteration_of_another_recipe_is_told_with_the_keys_that_differ(folder):
     Path("rows").mkdir()
     Path("questions.jsonl").rename("rows/questions.jsonl")
-    here = ["data.source='rows/questions.jsonl'"]
+    here = ["data.source='rows/questions.jsonl'", "data.held_out=null"]
     recipe = load("recipe.toml", here).resolved()
 
     def made(stage, config, **refs):
@@ -349,7 +350,7 @@ def test_a_key_that_the_first_iteration_had_and_the_recipe_has_not_is_told(folde
     for iteration in (1, 2):
         config = before.prompt_config(iteration)
         run_stage("prompt", config, before.store, policy=policy, in_process=True)
-    (told,) = check().answer["warnings"]
+    (told,) = check("data.held_out=null").answer["warnings"]
     assert told.startswith("run tiny has tiny/prompts@1, made with other settings")
     assert told.splitlines()[1:] == [
         "  template_arguments.a was 1 and is not set",
@@ -757,7 +758,8 @@ def test_what_a_recipe_may_not_mean_is_a_warning(folder):
     (folder / "chat.jinja").write_text("{{ messages[0].content }}")
     for settings, warning in WARNINGS.items():
         expected = [warning] if warning else []
-        assert check(*settings.split()).answer["warnings"] == expected, settings
+        alone = [] if "evaluate" in settings or "held_out" in settings else ["data.held_out=null"]
+        assert check(*settings.split(), *alone).answer["warnings"] == expected, settings
 
 
 def test_a_gpu_that_is_not_seen_here_is_told(folder, monkeypatch):

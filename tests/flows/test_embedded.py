@@ -1,18 +1,21 @@
 """Prefect's embedded server dies before the run, or cannot start."""
 
+import atexit
 import contextlib
+import importlib
 import json
+import multiprocessing
 import os
 import re
 import shlex
 import signal
 import sqlite3
 import subprocess
-import sys
 import threading
 import time
 
 import pytest
+from prefect.context import refresh_global_settings_context
 
 from quiver.flows import embedded
 from quiver.flows.embedded import require_intact, require_writable
@@ -202,24 +205,31 @@ def states(folder, runs="flow_run") -> set[str]:
         return {state for (state,) in database.execute(f"select state_type from {runs}")}
 
 
+def start_first(home, answers) -> None:
+    """Start the embedded server as a run does, in a fork; at the end stop it."""
+    atexit._clear()
+    os.environ["PREFECT_HOME"] = str(home)
+    os.environ.pop("PREFECT_API_URL", None)
+    refresh_global_settings_context()
+    embedded.guard_embedded_server()
+    answers.put("up")
+    atexit._run_exitfuncs()
+
+
 @pytest.mark.prefect
 def test_two_first_runs_at_once_make_prefects_database_one_after_the_other(tmp_path):
     """Its migrations do not expect another at the same tables."""
-    code = "from quiver.flows.embedded import guard_embedded_server as guard; guard(); print('up')"
-    environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "new home")}
-    starts = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    answers = [start.communicate(timeout=300)[0] for start in starts]
-    assert answers == ["up\n"] * 2
-    assert [start.returncode for start in starts] == [0] * 2
+    importlib.import_module("prefect.server.api.server")  # once, for both
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    arguments = (tmp_path / "new home", answers)
+    starts = [context.Process(target=start_first, args=arguments) for _ in range(2)]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join(300)
+    assert [start.exitcode for start in starts] == [0, 0]
+    assert [answers.get(), answers.get()] == ["up", "up"]
 
 
 def test_a_home_without_room_for_a_database_is_told(tmp_path):

@@ -23,7 +23,6 @@ from quiver.stages.core.store import Store
 from quiver.stages.model.chat.messages import read_messages
 from quiver.stages.model.loading import load_model
 from tests import episodes, exported
-from tests.flows.conftest import quiver
 from tests.stages.optimize import world
 from tests.tiny import EOS, make_policy, tokenizer
 from tests.writing import run_here
@@ -55,11 +54,12 @@ def prompt(group: str) -> list[dict]:
     ]
 
 
-def test_pairs_are_the_best_and_the_worst_answer_to_each_prompt(made, tmp_path):
+def test_pairs_are_the_best_and_the_worst_answer_to_each_prompt(made, tmp_path, command):
     """A prompt whose rewards are all equal has none; unscored and failed rollouts are left out."""
     store, versions = made
-    named = (str(versions.rollouts.ref), "--as", "dpo", "--out", "pairs.jsonl")
-    answer = quiver(tmp_path, "export", *named, "--store", str(store.url))
+    named = (str(versions.rollouts.ref), "--as", "dpo", "--out", str(tmp_path / "pairs.jsonl"))
+    code, answer = command("export", *named, "--store", str(store.url))
+    assert code == 0
     assert rows_of(tmp_path / "pairs.jsonl") == [
         {"prompt": prompt("q0"), "chosen": ASSISTANT["12"], "rejected": ASSISTANT["no"]},
         {"prompt": prompt("q2"), "chosen": ASSISTANT["it is 3"], "rejected": ASSISTANT["four"]},
@@ -266,8 +266,7 @@ def test_parquet_has_the_rows_of_the_lines(made, tmp_path):
 
 
 @pytest.mark.parametrize("of_turns", [False, True])
-@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
-def test_imported_trajectories_have_the_same_losses(tmp_path, monkeypatch, of_turns, algorithm):
+def test_imported_trajectories_have_the_same_losses(tmp_path, monkeypatch, command, of_turns):
     """dr_grpo divides by the token limit, which the command of the export carries."""
     monkeypatch.chdir(tmp_path)
     store = Store("store")
@@ -289,7 +288,8 @@ def test_imported_trajectories_have_the_same_losses(tmp_path, monkeypatch, of_tu
         "--store",
         "store",
     )
-    answer = quiver(tmp_path, *named)
+    code, answer = command(*named)
+    assert code == 0
     words = answer["import"].split(" import ")[1]
     assert f"--policy {policy.ref}" in words and answer["sampling"] == (
         {} if of_turns else {"max_tokens": 40}
@@ -301,7 +301,7 @@ def test_imported_trajectories_have_the_same_losses(tmp_path, monkeypatch, of_tu
         store.open("back/prompts@1").table()["group_id"].to_pylist()
         == prompts.table()["group_id"].to_pylist()
     )
-    config = world.config(algorithm=algorithm, credit="turn" if of_turns else "rollout")
+    config = world.config(algorithm="dr_grpo", credit="turn" if of_turns else "rollout")
     runs = ((rollouts, rewards), back)
     steps = [world.updates(store, world.trained(store, policy, pair, config)) for pair in runs]
     for ours, theirs in zip(*steps, strict=True):
@@ -404,11 +404,13 @@ def test_an_imported_copy_pairs_with_its_original(tmp_path, has_messages):
         (["--as", "dpo", "--min-gap", "2"], "3 without a difference"),
     ],
 )
-def test_what_cannot_be_written_is_refused(made, tmp_path, words, said):
+def test_what_cannot_be_written_is_refused(made, tmp_path, monkeypatch, command, words, said):
+    monkeypatch.chdir(tmp_path)
     store, versions = made
     named = (str(versions.rewards.ref), *words, "--out", "out.jsonl", "--store", str(store.url))
-    error = quiver(tmp_path, "export", *named, code=2)["error"]
-    assert said in f"{error['object']} {error['message']}"
+    code, answer = command("export", *named)
+    assert code == 2
+    assert said in f"{answer['error']['object']} {answer['error']['message']}"
     assert list(tmp_path.iterdir()) == []
 
 

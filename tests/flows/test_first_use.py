@@ -17,7 +17,7 @@ from quiver.flows.cli.running import check, run
 from quiver.flows.cli.shared import open_store, read_recipe
 from quiver.schemas.errors import UNCHANGED, ConfigError, QuiverError
 from quiver.stages.core.store import Store
-from tests.flows.conftest import command_environment, command_line, quiver, write_recipe
+from tests.flows.conftest import command_environment, command_line, write_recipe
 
 WRONG = [
     (
@@ -166,8 +166,8 @@ def test_it_is_told_before_prefect_and_torch_are_imported_and_the_first_line_at_
 def test_check_says_what_a_run_would_find(folder, command, monkeypatch):
     monkeypatch.chdir(folder)
     columns = ["question", "answer"]
-    plain = quiver(folder, "check", "recipe.toml")
-    assert plain == {
+    code, plain = command("check", "recipe.toml")
+    assert code == 0 and plain == {
         "run": "tiny",
         "iterations": 2,
         "store": "store",
@@ -187,12 +187,14 @@ def test_check_says_what_a_run_would_find(folder, command, monkeypatch):
     assert not (folder / "store").exists(), "and nothing is written"
 
 
-def test_what_was_made_before_an_error_is_said(folder):
+def test_what_was_made_before_an_error_is_said(folder, command, monkeypatch):
     """An evaluation's base model and prompts are made before its reward is tried."""
     untried = ["--set", "reward.functions=[{use='untried.py:score'}]", "--store", "half"]
-    error = quiver(folder, "evaluate", "recipe.toml", *untried, code=2)["error"]
+    monkeypatch.chdir(folder)
+    code, answer = command("evaluate", "recipe.toml", *untried)
     sources = "tiny.eval/prompts@1 and what it was made of"
-    assert error["state"] == f"{sources} are kept; nothing was generated."
+    assert code == 2
+    assert answer["error"]["state"] == f"{sources} are kept; nothing was generated."
     assert Store(folder / "half").numbers("tiny", "policy") == [0], "of the run itself"
 
 

@@ -2,6 +2,7 @@
 flow holds in memory, which does not grow with its rollouts."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from quiver.flows.fit import (
 )
 from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import ConfigError
+from quiver.stages.core.run.stage_process import ENVIRONMENT, allocator_environment
 from quiver.stages.core.store import Store
 from quiver.stages.generate.config import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
@@ -28,7 +30,7 @@ from quiver.stages.model.memory import shape_of
 from quiver.stages.optimize.config import Config
 from tests.benchmarks import made
 from tests.benchmarks.made import rollouts_table
-from tests.flows.conftest import RECIPE, command_environment, quiver
+from tests.flows.conftest import RECIPE, command_environment
 from tests.stages.generate.making import random_prompts
 from tests.stages.model.test_memory import SEVEN
 from tests.stages.optimize import world
@@ -92,12 +94,18 @@ CONFIGS = {
     "optimize": {"precision": "fp32", "device": "cpu", "epochs": 2, "audit": {"enabled": False}},
 }
 RUN = """
-import json, resource, sys
+import json, re, resource, sys
+from pathlib import Path
 from quiver import run_stage
-call, refs = map(json.loads, sys.argv[1:])
-run_stage(*call, **refs)
-print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)
+
+for call, refs in json.loads(sys.argv[1]):
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    run_stage(*call, in_process=True, **refs)
+    peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+    engine = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    print(call[0], max(peak, engine) * 1024)
 """
+"""Stages in one process, and the most bytes that it, or a child of it, held at once in each."""
 
 
 def make_rollouts(store, policy):
@@ -106,54 +114,65 @@ def make_rollouts(store, policy):
     return world.write_rollouts(store, policy, rows.to_pylist(), "tiny", sampling=sampling)
 
 
-def measured_peak(place, size: str, stage: str) -> int:
-    """The most bytes that the stage's process had at once: a small one starts it, and measures."""
+def measured_peaks(place, size: str, stages: tuple[str, ...]) -> dict[str, int]:
+    """The most bytes that a process of a stage's environment had at once in each."""
     folder = make_folder(place / "model")
     AutoModelForCausalLM.from_config(SIZES[size]).save_pretrained(folder)
     store = Store(place / "store")
     policy = store.open(run_here("policy", {"model": str(folder)}, store, into="tiny"))
-    versions = {"policy": policy}
-    if stage == "generate":
-        length = WORK.prompt_tokens
-        versions["prompts"] = random_prompts(store, WORK.prompts, length, length + 1)
-    else:
-        versions["rollouts"] = make_rollouts(store, policy)
-    if stage == "optimize":
-        versions["rewards"] = world.write_rewards(
-            store, versions["rollouts"], lambda row: row["seed"] % 3, run="tiny"
-        )
-    call = json.dumps([stage, CONFIGS[stage], store.url])
-    refs = json.dumps({role: str(version.ref) for role, version in versions.items()})
+    rollouts = make_rollouts(store, policy)
+    rewards = world.write_rewards(store, rollouts, lambda row: row["seed"] % 3, run="tiny")
+    length = WORK.prompt_tokens
+    prompts = random_prompts(store, WORK.prompts, length, length + 1)
+    roles = {
+        "generate": {"prompts": prompts},
+        "logprobs": {"rollouts": rollouts},
+        "optimize": {"rollouts": rollouts, "rewards": rewards},
+    }
+    calls = []
+    for stage in stages:
+        versions = {"policy": policy, **roles[stage]}
+        refs = {role: str(version.ref) for role, version in versions.items()}
+        calls.append(([stage, CONFIGS[stage], store.url], refs))
     done = subprocess.run(
-        [sys.executable, "-c", RUN, call, refs], capture_output=True, text=True, check=True
+        [sys.executable, "-c", RUN, json.dumps(calls)],
+        env={**os.environ, **ENVIRONMENT, **allocator_environment("optimize")},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    return int(done.stdout.split()[-1])
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return {words[0]: int(words[1]) for words in lines if words[0] in stages}
 
 
 @pytest.mark.parametrize(
-    ("size", "stage"),
+    ("size", "stages"),
     [
-        ("small", "logprobs"),
-        ("small", "optimize"),
-        pytest.param("small", "generate", marks=pytest.mark.slow),  # it starts vLLM
-        *(pytest.param("medium", stage, marks=pytest.mark.slow) for stage in CONFIGS),
+        ("small", ("logprobs", "optimize")),
+        pytest.param("small", ("generate",), marks=pytest.mark.slow),  # it starts vLLM
+        pytest.param("medium", ("generate",), marks=pytest.mark.slow),
+        pytest.param("medium", ("logprobs", "optimize"), marks=pytest.mark.slow),
     ],
 )
-def test_memory_is_within_a_fifth_of_a_process(fresh_python, tmp_path, size, stage):
-    sections = {"optimize": CONFIGS["optimize"], stage: CONFIGS[stage]}
+def test_memory_is_within_a_fifth_of_a_process(fresh_python, tmp_path, size, stages):
+    sections = {stage: CONFIGS[stage] for stage in ("optimize", *stages)}
     sections["optimize"] = {**sections["optimize"], "kl_coef": 0.1}
     needs = estimate(None, shape_of(SIZES[size]), WORK, **sections).needs()
-    [need] = [need for need in needs if need.stage.startswith(stage)]
-    assert need.bytes == pytest.approx(measured_peak(tmp_path, size, stage), rel=0.2)
+    needed = {need.stage.split()[0]: need.bytes for need in needs}
+    measured = measured_peaks(tmp_path, size, stages)
+    assert {stage: needed[stage] for stage in stages} == pytest.approx(measured, rel=0.2)
 
 
-def test_the_command_line_ends_with_7_if_a_stage_does_not_fit(tmp_path):
+def test_the_command_line_ends_with_7_if_a_stage_does_not_fit(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
     make_folder(tmp_path / "model")
     (tmp_path / "recipe.toml").write_text(
         'run = "tiny"\n[policy]\nmodel = "model"\n[data]\nsource = "rows.jsonl"\n'
         '[[reward.functions]]\nuse = "math"\n[optimize]\nprocesses = 3\n'
     )
-    answer = quiver(tmp_path, "fit", "recipe.toml", "--gpu", "a100:2", code=7)
+    code, answer = command("fit", "recipe.toml", "--gpu", "a100:2")
+    assert code == 7
     assert not answer["fits"] and answer["machine"]["count"] == 2
     generate, optimize = answer["stages"]
     assert (generate["stage"], generate["fits"]) == ("generate", True)

@@ -4,6 +4,7 @@ refuses."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,6 @@ from quiver.stages.core.run.runner import Outcome
 from quiver.stages.core.store import Store
 from quiver.stages.model.loading import load_model
 from tests import episodes
-from tests.flows.conftest import quiver
 from tests.stages.optimize import world
 from tests.tiny import make_policy, tokenizer
 from tests.writing import run_here
@@ -93,22 +93,30 @@ def optimized(*settings: str) -> Outcome:
         return rerun(recipe, "optimize", {"rollouts": ROLLOUTS, "rewards": REWARDS})
 
 
-@pytest.fixture
-def workplace(tmp_path, monkeypatch) -> Path:
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
     """A recipe, and `tiny/policy@0` in its store."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    make_policy(Store(tmp_path / "store"))
+    folder = tmp_path_factory.mktemp("imported")
+    (folder / "recipe.toml").write_text(RECIPE)
+    make_policy(Store(folder / "store"))
+    return folder
+
+
+@pytest.fixture
+def workplace(original, tmp_path, monkeypatch) -> Path:
+    """A copy of it; the working folder."""
+    monkeypatch.chdir(shutil.copytree(original, tmp_path, dirs_exist_ok=True))
     return tmp_path
 
 
-def test_honest_episodes_are_trained_on(workplace):
+def test_honest_episodes_are_trained_on(workplace, command):
     """rollouts/2 and rewards/2, row by row what the lines say; the audit finds rounding alone."""
     store = Store(workplace / "store")
     rows = sampled(store)
     write(workplace, lines_of(rows, turns=True))
     named = ("trajectories.jsonl", "--policy", "tiny/policy@0", "--store", "store")
-    made = quiver(workplace, "import", *named)
+    code, made = command("import", *named)
+    assert code == 0
     assert (made["rollouts"]["ref"], made["rewards"]["ref"]) == (ROLLOUTS, REWARDS)
     rollouts, rewards = store.open(ROLLOUTS), store.open(REWARDS)
     kinds = (rollouts.manifest.kind_schema, rewards.manifest.kind_schema)

@@ -10,9 +10,10 @@ of what the tests run.
 server (`server.py`), which forks; so are workers with a user's code and those that render chat
 templates, with the limits of their memory. Everything else is run by the real interpreter, also the
 flows that a Prefect worker starts, which watch their parent.
-The fork gets the caller's arguments, environment, working folder and standard streams; its exit
-code becomes the stand-in's, and it is killed when the stand-in is. A caller whose search path,
-network, capabilities or limits differ from the server's gets a fresh interpreter.
+The fork gets the caller's arguments, environment, working folder, standard streams and network; its
+exit code becomes the stand-in's, and it is killed when the stand-in is. A caller whose search path,
+capabilities or limits differ from the server's gets a fresh interpreter, and so does a worker in
+another network.
 
 What differs from a fresh interpreter: /proc shows the server's environment and command line, the
 parent is the server, the fork leads a session of its own, and the peak of memory includes what the
@@ -39,6 +40,7 @@ _HERE = Path(__file__).parent
 # bash, whose exec can name the stand-in as the program that runs: sys.executable is its path then
 _STAND_IN = """#!/bin/bash
 case "$* " in
+"-m torch.distributed.run "*" -m quiver "* | "-u -m quiver "* | \\
 "-m quiver.flows.cli.main "* | "-P -m quiver.flows.cli.main "* | "-m quiver.stages "* | "-u -P -m quiver.stages "* | \\
 "-m tests.finished "* | "-m tests.stages."*_checks\\ * | "-m vllm.entrypoints.openai.api_server "* | "-m uvicorn "* | \\
 "-m prefect server start "* | "-P -m prefect server start "* | "-P "*/run/answering.py\\ * | \\

@@ -5,8 +5,9 @@
     python -I -S client.py FOLDER -I …/jinja_worker.py
 
 FOLDER holds the servers' sockets and `caller`: the path of the real interpreter, and the world
-that the servers were started in. A command of another world (search path, network, capabilities,
-limits, closed streams) is run by a fresh interpreter.
+that the servers were started in. A command of another world (search path, capabilities, limits,
+closed streams) is run by a fresh interpreter. In another network the fork joins it; a worker, which
+may be in a sandbox, is fresh there.
 """
 
 import _signal as signal  # signal, socket and json take as long to import as Python to start
@@ -52,13 +53,13 @@ def main() -> None:
     with open(f"{folder}/caller", "rb") as file, open("/proc/self/oom_score_adj") as score:
         known, oom_score = marshal.load(file), score.read()
     here = world()
-    limits = here["limits"]
-    if is_worker:
-        here["limits"] = known["world"]["limits"]
+    limits, network = here["limits"], here["network"]
+    alike = "limits" if is_worker else "network"  # what a fork takes over from its caller
+    here[alike] = known["world"][alike]
     if known["world"] != here or not _all_streams_open():
         os.execv(known["python"], [f"{folder}/bin/python", *command])
     module = _WORKERS[os.path.basename(command[1])] if is_worker else command[at + 1]
-    is_flow = module.startswith(("quiver.flows", "uvicorn", "prefect"))
+    is_flow = module == "quiver" or module.startswith(("quiver.flows", "uvicorn", "prefect"))
     kind = "flows" if is_flow else os.environ.get("WARM", "stages")
     passed = [0, 1, 2]
     if is_worker:
@@ -76,12 +77,14 @@ def main() -> None:
         "handles": passed,
         "limits": limits if is_worker else [],
         "oom_score": oom_score,
+        "network": network,
     }
     server = socket.socket(socket.AF_UNIX)
     server.connect(f"{folder}/{kind}")
     text = marshal.dumps(request)
     lifeline, _ = os.pipe()  # its other end closes with this process
-    handles = b"".join(handle.to_bytes(4, sys.byteorder) for handle in (*passed, lifeline))
+    passed_on = (*passed, lifeline, os.open("/proc/self/ns/net", os.O_RDONLY))
+    handles = b"".join(handle.to_bytes(4, sys.byteorder) for handle in passed_on)
     streams = (socket.SOL_SOCKET, socket.SCM_RIGHTS, handles)
     server.sendmsg([len(text).to_bytes(4, "big")], [streams])
     server.sendall(text)

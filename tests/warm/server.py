@@ -8,6 +8,7 @@ of the forks that ended are in FOLDER/KIND.spent.ASKER, by the process of pytest
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -146,7 +147,7 @@ class Server:
         if not self._is_warm:
             self._warm()
         connection = self._listener.accept()[0]
-        length, handles, *_ = socket.recv_fds(connection, 4, 5)
+        length, handles, *_ = socket.recv_fds(connection, 4, 6)
         size = int.from_bytes(length, "big")
         text = connection.recv(size, socket.MSG_WAITALL) if handles else b""
         if not handles or len(text) < size:  # the caller was killed while it asked
@@ -154,11 +155,12 @@ class Server:
                 os.close(handle)
             connection.close()
             return None
-        *streams, lifeline = handles
+        *streams, lifeline, network = handles
         request = marshal.loads(text)
         fork = os.fork()
         if fork == 0:
             self._leave_to_the_parent(connection)
+            _join(network, request["network"])
             lowest = max(request["handles"]) + 1
             above = [fcntl.fcntl(each, fcntl.F_DUPFD, lowest) for each in (*streams, lifeline)]
             for handle in (*streams, lifeline):
@@ -175,7 +177,7 @@ class Server:
                 keeper.fork_kept(above[-1], 0)
             os.close(above[-1])
             return request
-        for handle in (*streams, lifeline):
+        for handle in handles:
             os.close(handle)
         self._callers[fork] = connection
         self._askers[fork] = request["environment"].get("PYTEST_XDIST_WORKER", "")
@@ -229,6 +231,15 @@ class Server:
 def _tell(connection: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):  # the caller was killed, and so is the fork
         connection.sendall(number.to_bytes(4, "big"))
+
+
+def _join(handle: int, name: str) -> None:
+    """See the network that the caller sees."""
+    if os.readlink("/proc/self/ns/net") != name:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(handle, 0):
+            raise OSError(ctypes.get_errno(), "the caller's network cannot be joined")
+    os.close(handle)
 
 
 class _Restored(importlib.abc.MetaPathFinder, importlib.abc.Loader):
