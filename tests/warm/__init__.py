@@ -40,7 +40,7 @@ _HERE = Path(__file__).parent
 _STAND_IN = """#!/bin/bash
 case "$* " in
 "-m quiver.flows.cli.main "* | "-P -m quiver.flows.cli.main "* | "-m quiver.stages "* | "-u -P -m quiver.stages "* | \\
-"-m tests.stages."*_checks\\ * | "-m vllm.entrypoints.openai.api_server "* | "-m uvicorn "* | \\
+"-P -m quiver.stages."* | "-m tests.stages."*_checks\\ * | "-m vllm.entrypoints.openai.api_server "* | "-m uvicorn "* | \\
 "-m prefect server start "* | "-P -m prefect server start "* | "-P "*/run/answering.py\\ *)
     exec {real} -I -S {client} {folder} "$@" ;;
 *) exec -a "$0" {real} "$@" ;;
