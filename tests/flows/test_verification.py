@@ -214,15 +214,15 @@ def test_a_manifest_that_is_endless_is_not_read(store):
 JUNK = {"file": lambda path: path.write_text("x"), "folder": Path.mkdir, "pipe": os.mkfifo}
 
 
-@pytest.mark.parametrize("junk", JUNK)
 @pytest.mark.parametrize("beside", ["leases", "leases/work", "notes"])
-def test_what_else_lies_in_unfinished_work_is_nobodys(store, beside, junk):
+def test_what_else_lies_in_unfinished_work_is_nobodys(store, beside):
     first = commit(store, shards=1)
     with pytest.raises(KeyboardInterrupt), work_on(store, Settings(seed=1)) as work:
         work.write(0, first.table())
         raise KeyboardInterrupt
     (place,) = (Path(store.url) / "a/logprobs/.work").glob(f"*.{beside}")
-    JUNK[junk](place / ".DS_Store")
+    for name, make in JUNK.items():
+        make(place / f".{name}")
     assert said(store) == ""
     assert collect(store, Rule()).work == []
     assert remove(store, first.ref)[0] == first.ref
