@@ -363,15 +363,24 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("place", PLACES)
-def test_something_else_in_place_of_an_object_is_a_typed_error(store, place, wrong):
-    """And never waited for: a pipe has nothing to read."""
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A store with two versions, a tag and an index."""
+    store = Store(tmp_path_factory.mktemp("whole") / "store")
     first = commit(store, shards=1)
     commit(store, Settings(seed=1), shards=1)
     store.tag("a", "prod", first.ref)
     store.find("a", "logprobs", "0" * 64)
-    path = Path(store.url) / place.replace("SHARD", first.files.names[0])
+    return Path(store.url)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("place", PLACES)
+def test_something_else_in_place_of_an_object_is_a_typed_error(whole, tmp_path, place, wrong):
+    """And never waited for: a pipe has nothing to read."""
+    store = Store(shutil.copytree(whole, tmp_path / "store"))
+    shard = store.open("a/logprobs@1").files.names[0]
+    path = Path(store.url) / place.replace("SHARD", shard)
     if path.is_dir():
         shutil.rmtree(path)
     else:
