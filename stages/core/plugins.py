@@ -30,6 +30,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
@@ -173,14 +174,22 @@ def _sources(path: Path) -> list[Path]:
         names = {"__init__"}
         # Importing the file will raise the error.
         with suppress(SyntaxError, ValueError, RecursionError):
-            for node in ast.walk(parse_python(source.read_bytes())):
-                if isinstance(node, ast.ImportFrom) and node.module:
-                    names.update(node.module.split("."))
-                elif isinstance(node, ast.alias):
-                    names.update(node.name.split("."))
+            names |= _imported_names(source.read_bytes())
         beside = {source.with_name(f"{name}.py") for name in names}
         sources += [file for file in beside.difference(sources) if file.is_file()]
     return sources
+
+
+@lru_cache(maxsize=256)
+def _imported_names(source: bytes) -> frozenset[str]:
+    """Return all names in the import statements of `source`."""
+    names: set[str] = set()
+    for node in ast.walk(parse_python(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.update(node.module.split("."))
+        elif isinstance(node, ast.alias):
+            names.update(node.name.split("."))
+    return frozenset(names)
 
 
 def _forget_changed(path: Path, module_name: str) -> None:

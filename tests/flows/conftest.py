@@ -22,6 +22,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from quiver.flows.cli import main as cli
 from quiver.flows.cli import shared
+from quiver.flows.cli.next_step import Called
 from quiver.stages.core.run import runner
 from tests.tiny import make_folder
 
@@ -136,12 +137,6 @@ def own_home(folder: Path) -> dict[str, str]:
 def quiver(folder: Path, *arguments: str, code: int = 0, **environment: str) -> dict:
     """Run the command line in `folder` with --json; its exit code must be `code`. Returns the JSON
     object of stdout."""
-    found, answer = _called(folder, *arguments, **environment)
-    assert found == code, f"exit code {found}: {answer}"
-    return answer
-
-
-def _called(folder: Path, *arguments: str, **environment: str) -> tuple[int, dict]:
     command = [*command_line(), *arguments, "--json"]
     has_server = "PREFECT_API_URL" in environment
     env = {**(own_home if has_server else command_environment)(folder), **environment}
@@ -150,12 +145,9 @@ def _called(folder: Path, *arguments: str, **environment: str) -> tuple[int, dic
     assert len(lines) == 1, (
         f"exit code {done.returncode}, stdout is not one line: {done.stdout}\n{done.stderr}"
     )
-    return done.returncode, json.loads(lines[0])
-
-
-def quiver_each(folder: Path, *commands: list[str]) -> list[tuple[int, dict]]:
-    """As `quiver`, one command after another: exit code and JSON object of each."""
-    return [_called(folder, *command) for command in commands]
+    answer = json.loads(lines[0])
+    assert done.returncode == code, f"exit code {done.returncode}: {answer}"
+    return answer
 
 
 def free_port() -> int:
@@ -218,6 +210,7 @@ def command(monkeypatch) -> Callable[..., tuple[int, dict]]:
     def call(*words: str) -> tuple[int, dict]:
         monkeypatch.setattr("sys.argv", ["quiver", *words, "--json"])
         monkeypatch.setattr(shared, "_stdout", io.StringIO())
+        vars(shared.CALLED).update(vars(Called()))  # nothing is left of the command before
         try:
             code = cli._run()
         except SystemExit as end:

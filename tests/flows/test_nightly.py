@@ -7,6 +7,7 @@ one too. A tag of its own gives a test a first night whose stages are all done a
 
 import json
 import re
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -33,6 +34,7 @@ BETTER = [
 ]
 BETTER += ["optimize.learning_rate=1e-2", "optimize.minibatches=4", "promotion.margin=0.02"]
 BETTER += ["evaluate.score=evenness", "evaluate.generate.samples_per_prompt=2"]
+BRIEF = ["generate.samples_per_prompt=2", "optimize.minibatches=1"]
 WORSE = [*BETTER, "reward.functions=[{use='rewards.py:evenness', weight=-1}]"]
 
 
@@ -65,7 +67,9 @@ def nights(folder, server) -> list[dict]:
     asked."""
     with pytest.MonkeyPatch.context() as patch:
         stay_here(folder, patch)
-        return [spend("one", BETTER), spend("two", [*WORSE, "promotion.approval=true"])]
+        first = spend("one", BETTER)
+        shutil.copytree("store", "untidy")
+        return [first, spend("two", [*WORSE, "promotion.approval=true"])]
 
 
 @pytest.fixture
@@ -221,8 +225,9 @@ def test_the_policy_in_use_goes_back_when_the_one_before_is_better(store, server
     from what is in use then."""
     store.tag("tiny", "prod", "tiny/policy@2", why="by hand")
     # two samples a prompt are too few to be sure of the difference on every machine
-    settings = [*BETTER, "evaluate.generate.samples_per_prompt=32", "promotion.rollback=true"]
-    done = spend("three", settings)
+    settings = [*BETTER, "evaluate.generate.samples_per_prompt=16", "promotion.rollback=true"]
+    settings += ["promotion.margin=0"]
+    done = spend("three", [*settings, *BRIEF])
     _, back, decided = store.history("tiny", "prod")[-3:]
     assert (back.before, back.ref, back.key) == ("tiny/policy@2", "tiny/policy@1", "rollback three")
     assert back.why.startswith("tiny/policy@1 is better: score +")
@@ -315,16 +320,20 @@ def test_what_can_not_work_is_refused_before_anything_is_made(store, monkeypatch
     assert names(store) == before
 
 
-def test_nights_clean_up_and_the_policy_in_use_stays_one_to_go_on_from(store):
+def test_nights_clean_up_and_the_policy_in_use_stays_one_to_go_on_from(nights):
     """So does the one that a rollback would go back to; what was rejected is only the newest."""
-    tidy = ["run=tidy", "retention={keep=1, moments=1, grace_hours=0}", "promotion.rollback=true"]
-    better, worse = spend("one", [*BETTER, *tidy]), spend("two", [*WORSE, *tidy])
+    shutil.rmtree("untidy/tiny/tags")  # the first night is decided again, and finds all else
+    tidy = ["store=untidy", "promotion.rollback=true"]
+    tidy += ["retention={keep=1, moments=1, grace_hours=0}"]
+    better = spend("one", [*BETTER, *tidy])
+    worse = spend("two", [*BETTER, *BRIEF, *tidy, "promotion.margin=0.9"])
     assert (better["decision"], worse["decision"]) == ("promoted", "rejected")
-    left = {name for name in names(store) if name.startswith("tidy/")}
-    assert store.numbers("tidy", "policy") == [0, 1, 2]
-    with_state = [path.parent.name for path in Path(store.url).glob("tidy/policy/*/optimizer")]
+    store = Store("untidy")
+    left = names(store)
+    assert store.numbers("tiny", "policy") == [0, 1, 2]
+    with_state = [path.parent.name for path in Path(store.url).glob("tiny/policy/*/optimizer")]
     assert sorted(with_state) == ["v000001", "v000002"]
-    assert {"tidy/rollouts@1", "tidy/rollouts@2"} <= left, "those that policy@1 and @2 learned from"
+    assert {"tiny/rollouts@1", "tiny/rollouts@2"} <= left, "those that policy@1 and @2 learned from"
     evaluations = {name for name in left if "evaluations" in name}
     assert worse["evaluation"] in evaluations and better["evaluation"] not in evaluations
 

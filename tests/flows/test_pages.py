@@ -15,7 +15,6 @@ from prefect.client.schemas.filters import (
     ArtifactFilterKey,
 )
 from prefect.context import get_run_context
-from prefect.events.filters import EventFilter, EventNameFilter
 from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 
 from quiver.flows import progress as progress_module
@@ -67,7 +66,8 @@ def shown(action) -> dict[str, dict]:
 
 def event_of(ref: str) -> dict:
     """The event of this version's asset, once a thread has sent it."""
-    body = {"filter": EventFilter(event=EventNameFilter(name=[EVENT])).model_dump(mode="json")}
+    asset = f"quiver://{ref.partition('@')[0]}"
+    body = {"filter": {"event": {"name": [EVENT]}, "resource": {"id": [asset]}}}
     with get_client(sync_client=True) as client:
         for _ in range(200):
             for event in client.request("POST", "/events/filter", json=body).json()["events"]:

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shutil
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -564,15 +565,15 @@ def test_an_evaluation_is_tracked_once(tracked):
     """A run that ended between the two is made good by the next."""
     score = Store("finished").open(REF).manifest.metrics["score"]
     for _ in range(2):
-        track_evaluation(tracked.optimize, tracked.store, REF)
+        track_evaluation(tracked.optimize, tracked.store, REF, sys.executable)
         assert scores() == [pytest.approx(score, abs=1e-6)]
 
 
 def test_what_could_not_be_told_is_told_the_next_time(tracked, caplog):
     Path("logs").write_text("in the way")
     with caplog.at_level("WARNING", logger="quiver"):
-        track_evaluation(tracked.optimize, tracked.store, REF)
+        track_evaluation(tracked.optimize, tracked.store, REF, sys.executable)
     assert "evaluations@1 was not sent to tensorboard: optimize.trackers tensorboard" in caplog.text
     Path("logs").unlink()
-    track_evaluation(tracked.optimize, tracked.store, REF)
+    track_evaluation(tracked.optimize, tracked.store, REF, sys.executable)
     assert len(scores()) == 1

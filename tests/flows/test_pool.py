@@ -2,7 +2,6 @@
 failed, waited for, cancelled."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from quiver.schemas.errors import ConfigError, NumericError, ResourceError
 from quiver.stages.core.run.call import Call, Where
 from quiver.stages.core.store import Store
 from tests.flows.conftest import (
+    QUICK,
     command_environment,
     command_line,
     left_behind,
@@ -36,31 +36,16 @@ from tests.flows.conftest import (
 
 pytestmark = pytest.mark.prefect
 WORKER = {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_RUNNER_POLL_FREQUENCY": "1"}
-DEPLOY = (
-    "import os, sys; from prefect.client.orchestration import get_client\n"
-    "from prefect.client.schemas.actions import WorkPoolCreate\n"
-    "from prefect.flows import EntrypointType; from quiver.flows.stage import stage\n"
-    "with get_client(sync_client=True) as client:\n"
-    "    for pool in sys.argv[1:]:\n"
-    "        client.create_work_pool(WorkPoolCreate(name=pool, type='process'))\n"
-    "        stage.to_deployment(pool, work_pool_name=pool, "
-    "entrypoint_type=EntrypointType.MODULE_PATH,\n"
-    "            job_variables={'working_dir': os.getcwd()}).apply()\n"
-)
 
 
 @pytest.fixture(scope="module")
-def place(workplace):
+def place(workplace, api):
     """A folder with a recipe, and a server with the pools `box` (one worker) and `nobody`
     (none)."""
-    environment = {
-        **command_environment(workplace),
-        **WORKER,
-        "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
-    }
-    subprocess.run(
-        [sys.executable, "-c", DEPLOY, "box", "nobody"], env=environment, check=True, cwd=workplace
-    )
+    with get_client(sync_client=True) as client:
+        for name in ("box", "nobody"):
+            make_pool(client, name, job_variables={"working_dir": str(workplace)})
+    environment = {**command_environment(workplace), **WORKER}
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", "box", "--name", "one"]
     worker = subprocess.Popen(
         command,
@@ -77,6 +62,13 @@ def place(workplace):
     finally:
         worker.terminate()
         worker.wait(30)
+
+
+def make_pool(client, name: str, **options) -> None:
+    """A pool for processes, and the deployment of a stage in it."""
+    client.create_work_pool(WorkPoolCreate(name=name, type="process"))
+    options["entrypoint_type"] = EntrypointType.MODULE_PATH
+    stage.to_deployment(name, work_pool_name=name, **options).apply()
 
 
 def _post(path: str) -> list[dict]:
@@ -96,35 +88,15 @@ def on_pool(folder, *settings: str) -> list[str]:
     return [part for setting in given for part in ("--set", setting)]
 
 
-def test_a_stage_runs_on_the_pool_s_worker_and_is_found_after_that(place):
-    arguments = ["prompt", "recipe.toml", *on_pool(place, "placement.prompt=box")]
-    first = quiver(place, *arguments)
-    assert (first["ref"], first["cached"], first["rows"]) == ("tiny/prompts@1", False, 4)
-    (run,) = pool_runs()
-    assert (run["name"], run["state_type"], run["work_pool_name"]) == (
-        "tiny · prompt",
-        "COMPLETED",
-        "box",
-    )
-    again = quiver(place, *arguments)
-    assert (again["ref"], again["cached"], len(pool_runs())) == (
-        "tiny/prompts@1",
-        True,
-        1,
-    )
-
-
 def test_the_stage_s_own_error_comes_back(place):
-    arguments = [
-        "prompt",
-        "recipe.toml",
-        *on_pool(place, "placement.prompt=box", "data.source=nowhere.jsonl"),
-    ]
-    here = quiver(
-        place, "prompt", "recipe.toml", *on_pool(place, "data.source=nowhere.jsonl"), code=2
-    )["error"]
-    assert quiver(place, *arguments, code=2)["error"] == here
-    assert "nowhere.jsonl" in here["message"]
+    long = ("prompt.overlong='error'", "prompt.max_prompt_tokens=3")
+    here = quiver(place, "prompt", "recipe.toml", *on_pool(place, *long), code=2)["error"]
+    arguments = ["prompt", "recipe.toml", *on_pool(place, "placement.prompt=box", *long)]
+    error = quiver(place, *arguments, code=2)["error"]
+    assert error == {**here, "state": "nothing was changed."}, "the first one has made the policy"
+    assert "3 tokens are allowed" in error["message"]
+    (run,) = pool_runs()
+    assert (run["name"], run["work_pool_name"]) == ("tiny · prompt", "box")
 
 
 def test_nobody_takes_it_up(place):
@@ -161,8 +133,8 @@ def test_another_store_at_the_same_path_is_refused(store, tmp_path):
 
 def test_a_whole_run_with_two_calls_that_share(place):
     """Generation in the pool as two flow runs: when one has done it, the stage is done, and there
-    is one version."""
-    settings = on_pool(place, "placement.generate=box", "placement.fan_out=2")
+    is one version, which is found after that."""
+    settings = on_pool(place, "placement.generate=box", "placement.fan_out=2", *QUICK)
     done = quiver(place, "run", "recipe.toml", *settings)["iterations"][0]
     assert (done["rollouts"], done["policy"]) == ("tiny/rollouts@1", "tiny/policy@1")
     runs = [run for run in pool_runs() if "stage:generate" in run["tags"]]
@@ -173,6 +145,10 @@ def test_a_whole_run_with_two_calls_that_share(place):
     assert {"run:tiny", "stage:generate", "iteration:1"} <= set(runs[0]["tags"])
     assert "COMPLETED" in {run["state_type"] for run in runs}
     assert Store(place / "store").numbers("tiny", "rollouts") == [1]
+    num_runs = len(pool_runs())
+    again = quiver(place, "generate", "recipe.toml", *settings, "--policy", "tiny/policy@0")
+    assert (again["ref"], again["cached"], again["rows"]) == ("tiny/rollouts@1", True, 16)
+    assert len(pool_runs()) == num_runs
 
 
 @pytest.mark.slow
@@ -209,11 +185,7 @@ class Pool:
         self.name = f"hand-{uuid4()}"
         self.call = Call("generate", {}, store.url)
         self._client = client
-        client.create_work_pool(WorkPoolCreate(name=self.name, type="process"))
-        module_path = EntrypointType.MODULE_PATH
-        stage.to_deployment(
-            self.name, work_pool_name=self.name, entrypoint_type=module_path
-        ).apply()
+        make_pool(client, self.name)
 
     def run(self, **where):
         """The call, made in a thread of its own."""
@@ -321,8 +293,8 @@ def test_a_run_that_the_server_lost_has_crashed(by_hand, policy, caplog, monkeyp
 
 
 def test_a_run_that_is_taken_up_and_not_begun_has_failed(by_hand):
+    by_hand.come_online("slow")
     with by_hand.run(workers=1, wait_seconds=0.5) as call:
-        by_hand.come_online("slow")
         by_hand.move(*by_hand.started(1), "PENDING")
         with pytest.raises(ResourceError, match=r"'stage' but did not start it within 0\.5"):
             call.result(60)

@@ -208,7 +208,7 @@ def test_two_runs_of_one_recipe_at_once_make_everything_once(workplace):
 
 SLOW_GENERATION = [
     "--set", "iterations=1", "--set", "generate.rows_per_shard=2", "--set", "generate.samples_per_prompt=16",
-    "--set", "generate.sampling.max_tokens=60", "--set", "generate.sampling.ignore_eos=true", "--set", "data.held_out=null",
+    "--set", "generate.sampling.max_tokens=30", "--set", "generate.sampling.ignore_eos=true", "--set", "data.held_out=null",
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from tests.flows.conftest import quiver
+from tests.flows.conftest import QUICK, quiver
 
 pytestmark = pytest.mark.prefect
 ROWS = """
@@ -32,12 +32,13 @@ def noted(completions, answer):
     return [float(len(text)) for text in completions]
 """
 SETTINGS = (
+    *QUICK,
     "run=counted",
     "data.source=counted.py:rows",
     "data.arguments={name='questions'}",
     "data.held_out={limit=3, arguments={name='held_out'}}",
     "optimize.algorithm=own_algo.py:OWN",
-    "reward={workers=1, functions=[{use='noted.py:noted'}]}",
+    "reward.functions=[{use='noted.py:noted'}]",
 )
 
 

@@ -15,7 +15,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.core.names_elsewhere import KEYS
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.optimize.stage import Config as OptimizeConfig
-from tests.flows.conftest import RECIPE, command_line, quiver_each
+from tests.flows.conftest import RECIPE, command_line
 
 
 @pytest.fixture
@@ -216,10 +216,10 @@ def test_only_a_hub_name_goes_online(recipe, tmp_path, monkeypatch):
     assert load(recipe, ["data.held_out={source='datasets:gsm8k'}"]).online
 
 
-def test_errors_on_the_command_line(recipe, tmp_path):
+def test_errors_on_the_command_line(recipe, tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     in_store = ["--store", "my store"]
-    answers = quiver_each(
-        tmp_path,
+    commands = (
         ["run", "recipe.toml", "--set", "iteration=1"],
         ["ls"],
         ["generate", "recipe.toml", *in_store, "--set", "seed=1"],
@@ -233,9 +233,10 @@ def test_errors_on_the_command_line(recipe, tmp_path):
         ["reward", "recipe.toml", "--retry", "tiny/rollouts@1"],
         ["run", "recipe.toml", "--from", "nowhere"],
     )
+    answers = [command(*words) for words in commands]
     assert [code for code, _ in answers] == [2, 2, 5, 2, 5, 2, 2, 2, 2, 2, 2, 2]
     errors = [answer["error"] for _, answer in answers]
-    key, store, nothing, rubbish, gone, option, command, argument, count, foreign, kind, stage = (
+    key, store, nothing, rubbish, gone, option, unknown, argument, count, foreign, kind, stage = (
         errors
     )
     assert (key["code"], bool(key["next"])) == ("E-CONFIG", True)
@@ -246,7 +247,7 @@ def test_errors_on_the_command_line(recipe, tmp_path):
     assert rubbish["next"] == "quiver ls --store 'my store'"
     assert gone["next"].startswith("run a recipe")
     assert option["next"] == "quiver run --help"
-    assert command["message"] == "No such command 'lz'."
+    assert unknown["message"] == "No such command 'lz'."
     assert "RECIPE" in argument["message"]
     assert count["code"] == stage["code"] == "E-CONFIG"
     assert (foreign["object"], foreign["message"]) == (
@@ -270,7 +271,7 @@ def test_errors_on_the_command_line(recipe, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_what_there_is(tmp_path):
+def test_what_there_is(command):
     done = subprocess.run(
         [*command_line(), "algorithms"],
         capture_output=True,
@@ -278,8 +279,9 @@ def test_what_there_is(tmp_path):
         check=True,
     )
     assert "clip_low: 0.2 · clip_high: 0.28" in done.stdout, "dapo's defaults, for a person too"
-    answers = quiver_each(tmp_path, ["algorithms"], ["rewards"], ["engines"])
-    (_, algorithms), (_, rewards), (_, engines) = answers
+    algorithms, rewards, engines = (
+        command(each)[1] for each in ("algorithms", "rewards", "engines")
+    )
     assert {row["name"] for row in algorithms["algorithms"]} >= {"grpo", "dapo", "rloo"}
     kinds = {row["name"]: row["kind"] for row in rewards["rewards"]}
     assert [kinds[name] for name in ("numeric", "math", "code")] == ["function"] * 3

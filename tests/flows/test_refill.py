@@ -23,7 +23,7 @@ from quiver.stages.core.store import Store
 from quiver.stages.core.store.retention import Rule, collect
 from quiver.stages.prompt.order import choose
 from quiver.stages.reward.measures import groups
-from tests.flows.conftest import RECIPE
+from tests.flows.conftest import QUICK, RECIPE
 from tests.flows.stages_here import Stages
 from tests.tiny import make_folder
 from tests.writing import run_here
@@ -37,9 +37,11 @@ def third(completion_ids, answer, **_):
         for ids, number in zip(completion_ids, answer)
     ]
 '''
+REFILL = "data.refill={groups=3,max_rounds=3}"
 SETTINGS = (
+    *QUICK,
     "data.held_out=null",
-    "data.refill={groups=3,max_rounds=3}",
+    REFILL,
     "reward.functions=[{use='rewards.py:third'}]",
 )
 
@@ -196,7 +198,7 @@ def test_replay_takes_all_rounds_and_the_report_tells_them_apart(folder, done, m
 
 def test_a_night_goes_on_behind_the_last_round_of_a_decided_one(folder, done, monkeypatch):
     monkeypatch.chdir(folder)
-    settings = [SETTINGS[1], "data.held_out={source='questions.jsonl',split='test'}", "run=night"]
+    settings = [REFILL, "data.held_out={source='questions.jsonl',split='test'}", "run=night"]
     recipe = load("recipe.toml", settings)
     store = Store(recipe.store)
     assert (plan_night(recipe, "1").first, plan_night(recipe, "1").first_round) == (1, 1)
@@ -248,7 +250,7 @@ def test_a_run_without_it_has_the_rounds_of_before(folder, done, monkeypatch):
 def test_what_could_never_be_filled_up_is_refused(tmp_path, settings, said):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path / "recipe.toml", [*SETTINGS[:2], *settings])
+        load(tmp_path / "recipe.toml", ["data.held_out=null", REFILL, *settings])
     assert said in caught.value.message
 
 

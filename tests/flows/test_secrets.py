@@ -15,7 +15,7 @@ import pytest
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.store import Store
-from tests.flows.conftest import command_environment, command_line, write_recipe
+from tests.flows.conftest import QUICK, command_environment, command_line, write_recipe
 from tests.stages.reward.fake_server import FakeServer, reply, scored
 
 pytestmark = pytest.mark.prefect
@@ -84,7 +84,7 @@ def test_a_secret_appears_nowhere(embedded_server, tmp_path):
         section = SERVER.format(url=server.url) + "\n[optimize]"
         recipe.write_text(recipe.read_text().replace("\n[optimize]", section))
         options = ["--iterations=1", "--set=data.held_out=null", "--set=reward.max_invalid=0.5"]
-        options += ["--set=placement.retry_seconds=0.1"]
+        options += [f"--set={setting}" for setting in ("placement.retry_seconds=0.1", *QUICK)]
         refusing = True
         refused = run(folder, *options)
         assert refused.returncode == 6 and b"bad key ***" in refused.stderr, refused.stderr.decode()

@@ -31,7 +31,7 @@ from quiver.stages.core.store.listing import is_of_sweep
 from quiver.stages.core.store.storage import with_checksum
 from quiver.stages.evaluate.comparison import compare
 from quiver.stages.evaluate.statistics import holm
-from tests.flows.conftest import stay_here, write_recipe
+from tests.flows.conftest import QUICK, stay_here, write_recipe
 from tests.flows.test_report import Page
 from tests.writing import run_here, run_iteration
 
@@ -45,6 +45,7 @@ reward = [
 ]
 "optimize.learning_rate" = [1e-3, 1e-2]
 """
+FAST = [word for setting in QUICK for word in ("--set", setting)]
 LOW = """
 def share(completion_ids, **_):
     return [sum(t < 160 for t in ids) / len(ids) for ids in completion_ids]
@@ -197,10 +198,10 @@ def cli_lines(capsys, *words: str) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize("num_calls", [4, 9])
-def test_a_killed_sweep_goes_on_and_makes_nothing_twice(made, monkeypatch, num_calls):
-    recipe = load("recipe.toml", [f"run=killed-{num_calls}", "sweep.over.reward=[{}]"])
-    kill(monkeypatch, recipe, lambda call: len(made) == num_calls)
+def test_a_killed_sweep_goes_on_and_makes_nothing_twice(made, monkeypatch):
+    recipe = load("recipe.toml", [*QUICK, "run=killed", "sweep.over.reward=[{}]"])
+    for num_calls in (4, 9):
+        kill(monkeypatch, recipe, lambda call, after=num_calls: len(made) == after)
     record = sweep(recipe)
     assert all("evaluation" in cell for cell in record["cells"].values())
     counts = {"prompt": 1, "generate": 3, "reward": 1 + 3, "optimize": 2, "evaluate": 3}
@@ -211,7 +212,7 @@ def test_a_failing_cell_does_not_end_the_others_and_is_tried_again(made, monkeyp
     Path("low.py").write_text(
         "def share(completions, **_):\n    return [1 / 0 for _ in completions]\n"
     )
-    options = ("sweep", "recipe.toml", "--set", "run=failing")
+    options = ("sweep", "recipe.toml", *FAST, "--set", "run=failing")
     options += ("--over", "optimize.learning_rate=1e-3")
     code, answer = command(*options)
     even, low = answer["cells"]
@@ -219,7 +220,7 @@ def test_a_failing_cell_does_not_end_the_others_and_is_tried_again(made, monkeyp
     assert (even["settings"]["reward"]["name"], low["error"]["code"]) == ("even", "E-REWARD")
     Path("low.py").write_text(LOW)
     made.clear()
-    store, recipe = Store("store"), load("recipe.toml", ["run=failing"])
+    store, recipe = Store("store"), load("recipe.toml", [*QUICK, "run=failing"])
     over = {**recipe.sweep.over, "optimize.learning_rate": [1e-3]}
     recipe = recipe.model_copy(update={"sweep": recipe.sweep.model_copy(update={"over": over})})
     record = saved(recipe)
@@ -290,7 +291,8 @@ def test_rollouts_of_several_policies_train_the_newest_and_a_setting_continues_o
     recipe, store = load("recipe.toml"), Store("store")
     asked = {"prompts": "tiny/prompts@1", "policy": "tiny/policy@1"}
     run_here("generate", recipe.generate_config(2), store, into="tiny", **asked)
-    options = ["sweep", "recipe.toml", "--set", "run=mixed", "--set", "optimize.max_staleness=1"]
+    options = ["sweep", "recipe.toml", *FAST, "--set", "run=mixed"]
+    options += ["--set", "optimize.max_staleness=1"]
     options += ["--set", "sweep.rollouts=['tiny/rollouts@1','tiny/rollouts@2']"]
     options += ["--set", "sweep.over={'optimize.learning_rate'=[1e-3]}", "--seeds", "2"]
     options += ["--set", "retention.keep=1", "--set", "retention.grace_hours=0", "--then", "2"]
@@ -305,7 +307,7 @@ def test_rollouts_of_several_policies_train_the_newest_and_a_setting_continues_o
 
 
 def test_cells_without_rollouts_are_whole_runs_under_names_of_their_own(made, command):
-    options = ["sweep", "recipe.toml", "--set", "run=whole", "--set", "sweep.rollouts=null"]
+    options = ["sweep", "recipe.toml", *FAST, "--set", "run=whole", "--set", "sweep.rollouts=null"]
     options += ["--set", "sweep.over={}", "--set", "iterations=1"]
     options += ["--over", "optimize.algorithm=grpo,rloo"]
     code, answer = command(*options)
@@ -331,7 +333,7 @@ def test_a_process_serves_all_cells(folder, monkeypatch, command):
         "__init__",
         lambda self, *arguments: (started.append(arguments), start(self, *arguments))[1],
     )
-    options = ("--set", "run=served", "--set", "sweep.over.reward=[{}]")
+    options = (*FAST, "--set", "run=served", "--set", "sweep.over.reward=[{}]")
     code, answer = command("sweep", "recipe.toml", *options)
     assert code == 0 and len(answer["cells"]) == 2 and len(started) == 1
 

@@ -2,22 +2,22 @@
 for what a retry can help."""
 
 import errno
-import json
 import os
-import subprocess
-import sys
 
 import pytest
+from prefect import flow
 from prefect.states import Failed
 
 from quiver.flows import nightly, post_train, stage
-from quiver.flows.calls import prefect_tags
+from quiver.flows.calls import perform, prefect_tags
 from quiver.flows.placement import GivenUp
-from quiver.flows.tasks import stage_task, worth_retrying
+from quiver.flows.recipe import load
+from quiver.flows.tasks import as_tasks, stage_task, worth_retrying
 from quiver.schemas import errors
 from quiver.stages.core.files import storage_errors
+from quiver.stages.core.run import runner, stage_process
 from quiver.stages.core.store import Store
-from tests.flows.conftest import command_environment, quiver
+from tests.flows.conftest import quiver
 
 FLOWS = {
     "nightly": nightly.nightly,
@@ -27,43 +27,10 @@ FLOWS = {
 DIES_ONCE = """
 import os, sys
 def rows():
-    if sys.argv[0].endswith("__main__.py") and not os.path.exists("died"):   # in the stage's own process, not where it is looked up
+    if sys.argv[0].endswith("stages/__main__.py") and not os.path.exists("died"):   # in the stage's own process, not where it is looked up
         open("died", "w").close()
         os.kill(os.getpid(), 9)
     return [{"question": f"{number}?"} for number in range(4)]
-"""
-RUN = """
-import json, sys
-from dataclasses import asdict
-from prefect import flow
-from quiver.flows import post_train, tasks
-from quiver.flows.calls import perform
-from quiver.flows.recipe import load
-from quiver.stages.core.run import runner, stage_process
-
-waiting, asking = [], runner.ask
-def asked(call, **named):
-    waiting.extend([call.stage] if call.stage in stage_process._waiting else [])
-    return asking(call, **named)
-runner.ask = asked
-sizes, fn = [], tasks.stage_task.fn
-def results(call, upcoming, tags):
-    outcome = fn(call, upcoming, tags)
-    sizes.extend([len(repr((call, upcoming, tags))), len(repr(outcome))])
-    return outcome
-tasks.stage_task.fn = results
-recipe = load("recipe.toml")
-run = post_train.post_train(recipe)
-@flow
-def one(stage, config, refs):
-    with tasks.as_tasks(recipe):
-        return asdict(perform(stage, config, refs, label=stage))
-reward = one("reward", recipe.reward, {"rollouts": "tiny/rollouts@1"})
-settings = ["data.source='dies_once.py:rows'", "data.held_out=null", "placement.retry_seconds=0.1"]
-recipe = load("recipe.toml", settings)
-again = one("prompt", recipe.resolved().prompt_config(1), {"policy": "tiny/policy@0"})
-print(json.dumps({"run": run, "sizes": sizes, "reward": reward, "again": again,
-                  "waiting": waiting, "left": len(stage_process._waiting)}))
 """
 
 
@@ -132,33 +99,46 @@ def test_tags_tell_run_stage_and_iteration():
 
 
 @pytest.mark.prefect
-def test_what_travels_is_small_and_a_stage_is_a_flow(workplace):
+def test_what_travels_is_small_and_a_stage_is_a_flow(api, workplace, monkeypatch):
     """Over a whole run: parameters and results of every task are below 4 kB. Then single stages, as
     flows, find what is done."""
     (workplace / "dies_once.py").write_text(DIES_ONCE)
-    env = command_environment(workplace)
-    found = subprocess.run(
-        [sys.executable, "-c", RUN],
-        cwd=workplace,
-        env=env,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
-    answer = json.loads(found.stdout.splitlines()[-1])
-    done = answer["run"]
-    assert len(answer["sizes"]) > 2 * 12 and 100 < max(answer["sizes"]) < 4096
-    assert (answer["reward"]["ref"], answer["reward"]["cached"]) == (
-        done["iterations"][0]["rewards"],
-        True,
-    )
-    assert answer["waiting"] == ["optimize", "generate"] * 2 and answer["left"] == 0, (
+    monkeypatch.chdir(workplace)
+    waiting, sizes, asking, performing = [], [], runner.ask, stage_task.fn
+
+    def ask(call, **named):
+        waiting.extend([call.stage] if call.stage in stage_process._waiting else [])
+        return asking(call, **named)
+
+    def measured(call, upcoming, tags):
+        outcome = performing(call, upcoming, tags)
+        sizes.extend([len(repr((call, upcoming, tags))), len(repr(outcome))])
+        return outcome
+
+    monkeypatch.setattr(runner, "ask", ask)
+    monkeypatch.setattr(stage_task, "fn", measured)
+    recipe = load("recipe.toml")
+    done = post_train.post_train(recipe)
+
+    @flow
+    def one(stage, config, refs):
+        with as_tasks(recipe):
+            return perform(stage, config, refs, label=stage)
+
+    reward = one("reward", recipe.reward, {"rollouts": "tiny/rollouts@1"})
+    settings = [
+        "data.source='dies_once.py:rows'",
+        "data.held_out=null",
+        "placement.retry_seconds=0.1",
+    ]
+    recipe = load("recipe.toml", settings)
+    again = one("prompt", recipe.resolved().prompt_config(1), {"policy": "tiny/policy@0"})
+    assert len(sizes) > 2 * 12 and 100 < max(sizes) < 4096
+    assert (reward.ref, reward.cached) == (done["iterations"][0]["rewards"], True)
+    assert waiting == ["optimize", "generate"] * 2 and not stage_process._waiting, (
         "each begun while the other ran"
     )
-    assert (workplace / "died").exists() and answer["again"]["rows"] == 4, (
-        "a killed stage was tried again"
-    )
+    assert (workplace / "died").exists() and again.rows == 4, "a killed stage was tried again"
 
 
 @pytest.mark.prefect

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quiver.stages.core.store import Store
-from tests.flows.conftest import RECIPE, command_environment, command_line, quiver_each
+from tests.flows.conftest import RECIPE, command_environment, command_line
 from tests.stages.core.store.histories import make_policy, make_table
 from tests.tiny import make_folder
 
@@ -45,30 +45,36 @@ def called(folder: Path, *arguments: str) -> tuple[int, dict]:
 
 
 @pytest.mark.parametrize(
-    "place, about",
+    "places",
     [
-        ("a/logprobs/v000001/manifest.json", "a/logprobs@1"),
-        ("a/logprobs/v000001", "a/logprobs@1"),
-        ("b/logprobs", "b/logprobs"),
-        ("a/tags", "a/tags"),
+        {
+            "a/logprobs/v000001/manifest.json": "a/logprobs@1",
+            "b/logprobs": "b/logprobs",
+            "a/tags": "a/tags",
+        },
+        {"a/logprobs/v000001": "a/logprobs@1"},
     ],
 )
-def test_what_can_not_be_read_hides_nothing_else(folder, place, about):
-    (folder / "store" / place).chmod(0)
+def test_what_can_not_be_read_hides_nothing_else(folder, places):
+    for place in places:
+        (folder / "store" / place).chmod(0)
+    unreadable = set(places.values())
     (folder / "store/a/logprobs/.index").unlink()
     (part,) = folder.glob("store/a/logprobs/v000002/part-*.arrow")
     part.write_bytes(part.read_bytes()[:-1])
     code, answer = called(folder, "ls")
     rows = {row["ref"]: row.get("error", "") for row in answer["versions"]}
     versions = {"a/policy@0", "a/logprobs@1", "a/logprobs@2", "b/logprobs@1"}
-    assert code == 7 and versions - set(rows) <= {f"{about}@1"}
-    assert [ref for ref in rows if rows[ref]] == [about] and "permission denied" in rows[about]
-    if place == "b/logprobs":
+    assert code == 7 and versions - set(rows) <= {f"{about}@1" for about in unreadable}
+    assert {ref for ref in rows if rows[ref]} == unreadable
+    assert all("permission denied" in rows[about] for about in unreadable)
+    if "b/logprobs" in places:
         assert called(folder, "ls", "--size")[0] == 7
     code, answer = called(folder, "verify")
     told = {error["object"]: error["code"] for error in answer["bad"]}
     assert code in (3, 7) and told.pop(f"a/logprobs@2 {part.name}") == "E-CORRUPT"
-    assert told[about] == "E-RESOURCE" and all(name.startswith(about) for name in told)
+    assert {told[about] for about in unreadable} == {"E-RESOURCE"}
+    assert all(name.startswith(tuple(unreadable)) for name in told)
 
 
 def loop(store: bytes) -> None:
@@ -136,7 +142,10 @@ def read_only(path: str) -> Iterator[None]:
         subprocess.run([*undo, path], check=True)
 
 
-def test_a_store_that_can_not_be_written_is_read_and_says_what_it_is(tmp_path):
+def test_a_store_that_can_not_be_written_is_read_and_says_what_it_is(
+    tmp_path, command, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
     make_folder(tmp_path / "model")
     (tmp_path / "questions.jsonl").write_text('{"question": "What is 1 plus 5?"}\n')
     (tmp_path / "recipe.toml").write_text(RECIPE)
@@ -148,11 +157,10 @@ def test_a_store_that_can_not_be_written_is_read_and_says_what_it_is(tmp_path):
     damaged = make_table(store, 0, "b")
     damaged.files.path(damaged.files.names[0]).write_bytes(b"")
     (Path(store.url) / "a/logprobs/.index").unlink()
-    commands = [[*command, "--store", store.url] for command in [*READS, *WRITES]]
     with read_only(store.url):
-        answers = quiver_each(tmp_path, *commands)
+        answers = [command(*words, "--store", store.url) for words in (*READS, *WRITES)]
     assert [code for code, _ in answers[: len(READS)]] == [0] * len(READS)
-    for command, (code, answer) in zip(WRITES, answers[len(READS) :], strict=True):
+    for words, (code, answer) in zip(WRITES, answers[len(READS) :], strict=True):
         error = answer["error"]
-        assert (code, error["code"]) == (7, "E-RESOURCE"), (command, error)
+        assert (code, error["code"]) == (7, "E-RESOURCE"), (words, error)
         assert "make the store writable" in error["next"]

@@ -214,15 +214,15 @@ def test_a_manifest_that_is_endless_is_not_read(store):
 JUNK = {"file": lambda path: path.write_text("x"), "folder": Path.mkdir, "pipe": os.mkfifo}
 
 
-@pytest.mark.parametrize("junk", JUNK)
 @pytest.mark.parametrize("beside", ["leases", "leases/work", "notes"])
-def test_what_else_lies_in_unfinished_work_is_nobodys(store, beside, junk):
+def test_what_else_lies_in_unfinished_work_is_nobodys(store, beside):
     first = commit(store, shards=1)
     with pytest.raises(KeyboardInterrupt), work_on(store, Settings(seed=1)) as work:
         work.write(0, first.table())
         raise KeyboardInterrupt
     (place,) = (Path(store.url) / "a/logprobs/.work").glob(f"*.{beside}")
-    JUNK[junk](place / ".DS_Store")
+    for name, make in JUNK.items():
+        make(place / f".{name}")
     assert said(store) == ""
     assert collect(store, Rule()).work == []
     assert remove(store, first.ref)[0] == first.ref
@@ -363,15 +363,24 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("place", PLACES)
-def test_something_else_in_place_of_an_object_is_a_typed_error(store, place, wrong):
-    """And never waited for: a pipe has nothing to read."""
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A store with two versions, a tag and an index."""
+    store = Store(tmp_path_factory.mktemp("whole") / "store")
     first = commit(store, shards=1)
     commit(store, Settings(seed=1), shards=1)
     store.tag("a", "prod", first.ref)
     store.find("a", "logprobs", "0" * 64)
-    path = Path(store.url) / place.replace("SHARD", first.files.names[0])
+    return Path(store.url)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("place", PLACES)
+def test_something_else_in_place_of_an_object_is_a_typed_error(whole, tmp_path, place, wrong):
+    """And never waited for: a pipe has nothing to read."""
+    store = Store(shutil.copytree(whole, tmp_path / "store"))
+    shard = store.open("a/logprobs@1").files.names[0]
+    path = Path(store.url) / place.replace("SHARD", shard)
     if path.is_dir():
         shutil.rmtree(path)
     else:

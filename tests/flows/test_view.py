@@ -134,7 +134,7 @@ def test_means_by_a_column_are_a_table(store, capsys):
 # -- in a browser
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def served(store):
     """The address that `quiver view --web` prints, while it serves."""
     pytest.importorskip("textual_serve")
@@ -309,16 +309,15 @@ def test_what_can_not_be_read_hides_no_version(finished, tmp_path):
 
 
 def test_pages_searches_and_filters(long):
-    searches = ["slash", *"answer: 25", "enter"], ["slash", *["backspace"] * 12, "enter"]
-    steps = ["n"], ["n"], ["n"], *searches
-    first, second, last, none, found, all_again = look(long, "bench/rewards@1", *steps)
+    searches = ["slash", *"ER: 25", "enter"], ["slash", *["backspace"] * 6, "enter"]
+    steps = ["n"], ["n"], ["n"], *searches, ["f", *"reward < 0.5, tokens = 4", "enter"]
+    first, second, last, none, found, all_again, filtered = look(long, "bench/rewards@1", *steps)
     assert r"[red]\x1b[31mred[/red]\u202e" in first, "text of a model is only text"
     assert all(character.isprintable() or character == "\n" for character in first)
     assert "1–100 of 256" in first and "101–200 of 256" in second
     assert "201–256 of 256" in last and "201–256 of 256" in none, "there is no page after the last"
-    assert "1–7 of 7" in found and "with “answer: 25”" in found
+    assert "1–7 of 7" in found and "with “ER: 25”" in found
     assert "1–100 of 256" in all_again
-    filtered = look(long, "bench/rewards@1", ["f", *"reward < 0.5, tokens = 4", "enter"])[-1]
     rewards = open_joined(long, "bench/rewards@1").number("reward")
     assert f"of {np.sum(rewards < 0.5)}" in filtered
 

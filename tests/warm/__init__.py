@@ -42,7 +42,8 @@ _STAND_IN = """#!/bin/bash
 case "$* " in
 "-m torch.distributed.run "*" -m quiver "* | "-u -m quiver "* | \\
 "-m quiver.flows.cli.main "* | "-P -m quiver.flows.cli.main "* | "-m quiver.stages "* | "-u -P -m quiver.stages "* | \\
-"-m tests.finished "* | "-m tests.stages."*_checks\\ * | "-m vllm.entrypoints.openai.api_server "* | "-m uvicorn "* | \\
+"-P -m quiver.stages."* | "-m tests.finished "* | "-m tests.stages."*_checks\\ * | \\
+"-m vllm.entrypoints.openai.api_server "* | "-m uvicorn "* | \\
 "-m prefect server start "* | "-P -m prefect server start "* | "-P "*/run/answering.py\\ * | \\
 "-I /"*/chat/jinja_worker.py\\ *)
     exec {real} -I -S {client} {folder} "$@" ;;
