@@ -43,8 +43,14 @@ class Terminals:
         )
         (folder / "recipe.toml").write_text(short)
         env = self.world.env
-        for name in ("PREFECT_API_URL", "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"):
-            del env[name]
+        for name in (
+            "API_URL",
+            "SERVER_CONCURRENCY_LEASE_STORAGE",
+            "SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS",
+            "SERVER_SERVICES_SCHEDULER_LOOP_SECONDS",
+            "WORKER_QUERY_SECONDS",
+        ):
+            del env[f"PREFECT_{name}"]
         env |= {
             "PREFECT_SERVER_API_PORT": str(self.world.port),
             "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
@@ -75,7 +81,7 @@ class Terminals:
 
     def healthy(self) -> bool:
         with suppress(httpx.HTTPError):
-            return httpx.get(f"{self.world.url}/health", timeout=5).status_code == 200
+            return httpx.get(f"{self.world.url}/health", timeout=5, verify=False).status_code == 200
         return False
 
     def pooled(self, pool: str) -> bool:
