@@ -205,7 +205,9 @@ def test_what_is_deployed_anew_takes_the_place_of_the_old(client):
     assert not [each for each in everything(client)[1] if each["name"].endswith("post-train/moved")]
     started = put(Where("box", now=True), "run=moved")["flow_run"]
     assert found(client, "moved").schedules == []
-    assert client.read_flow_run(uuid.UUID(started)).idempotency_key, "asked for again, it is one run"
+    assert client.read_flow_run(uuid.UUID(started)).idempotency_key, (
+        "asked for again, it is one run"
+    )
 
 
 def test_the_parameters_are_the_recipe_with_absolute_paths(client, place):

@@ -43,14 +43,8 @@ class Terminals:
         )
         (folder / "recipe.toml").write_text(short)
         env = self.world.env
-        for name in (
-            "API_URL",
-            "SERVER_CONCURRENCY_LEASE_STORAGE",
-            "SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS",
-            "SERVER_SERVICES_SCHEDULER_LOOP_SECONDS",
-            "WORKER_QUERY_SECONDS",
-        ):
-            del env[f"PREFECT_{name}"]
+        for name in ("PREFECT_API_URL", "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"):
+            del env[name]
         env |= {
             "PREFECT_SERVER_API_PORT": str(self.world.port),
             "PATH": f"{Path(sys.executable).parent}:{env['PATH']}",
