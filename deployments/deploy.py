@@ -17,6 +17,7 @@ import logging
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
+from uuid import uuid4
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import (
@@ -281,6 +282,8 @@ def _register(client: SyncPrefectClient, deployment: RunnerDeployment) -> dict[s
 
 
 def start_run(client: SyncPrefectClient, deployment: RunnerDeployment) -> str:
-    """Start a run of a registered deployment and return its id."""
+    """Start a run of a registered deployment and return its id. The key keeps it one run if the
+    server is busy: it may have made the run when Prefect's client asks again."""
     registered = client.read_deployment_by_name(deployment.full_name)
-    return str(client.create_flow_run_from_deployment(registered.id).id)
+    once = {"idempotency_key": str(uuid4())}
+    return str(client.create_flow_run_from_deployment(registered.id, **once).id)

@@ -21,18 +21,21 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 from quiver.deployments.server import LEASES
 from tests.flows.conftest import free_port, own_home
 from tests.spent import watch
+from tests.warm import REAL_PYTHON
 
 T = TypeVar("T")
 PATIENCE = 300
 
 
-def wait_for(what: str, found: Callable[[], T | None], seconds: float = PATIENCE) -> T:
-    """What `found` returns as soon as that is true; an AssertionError that names `what` when it
-    never is."""
+def wait_for(
+    what: str, found: Callable[[], T | None], seconds: float = PATIENCE, pause: float = 0.5
+) -> T:
+    """What `found` returns when that is true, asked for again after each pause, since an answer of
+    the server costs as much as a small test; an AssertionError that names `what` when it never is."""
     deadline = time.monotonic() + seconds
     while not (value := found()):
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.05)
+        time.sleep(pause)
     return value
 
 
@@ -72,13 +75,13 @@ class World:
             ),
         }
 
-    def start(self, name: str, *command: str, cwd: Path | None = None) -> subprocess.Popen:
-        """Start `command` with the interpreter of the tests, under a name; its words go to
-        `folder/name.log`."""
+    def start(self, name: str, *command: str, program: str | None = None) -> subprocess.Popen:
+        """Start Python with `command` under a name; its words go to `folder/name.log`. `program` is
+        what runs where that is not the interpreter of the tests."""
         with (self.folder / f"{name}.log").open("ab") as told:
             self.running[name] = subprocess.Popen(
                 [sys.executable, *command],
-                cwd=cwd or self.folder, env=self.env, stdin=subprocess.DEVNULL, stdout=told, stderr=told, start_new_session=True,
+                executable=program, cwd=self.folder, env=self.env, stdin=subprocess.DEVNULL, stdout=told, stderr=told, start_new_session=True,
             )  # fmt: skip
         return self.running[name]
 
@@ -100,9 +103,10 @@ class World:
             watch(process.pid)
 
     def start_worker(self, pool: str, name: str) -> None:
-        """A process worker; the pool is made where there is none."""
+        """A process worker, the parent of its flows, so no fork of a warm interpreter; the pool is
+        made where there is none."""
         about = ("--pool", pool, "--name", name, "--type", "process")
-        self.start(name, "-m", "prefect", "worker", "start", *about)
+        self.start(name, "-m", "prefect", "worker", "start", *about, program=REAL_PYTHON)
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """The process alone, not what it started."""

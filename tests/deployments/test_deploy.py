@@ -203,8 +203,11 @@ def test_what_is_deployed_anew_takes_the_place_of_the_old(client):
     )
     assert now.parameters["recipe"]["iterations"] == 5
     assert not [each for each in everything(client)[1] if each["name"].endswith("post-train/moved")]
-    put(Where("box"), "run=moved")
+    started = put(Where("box", now=True), "run=moved")["flow_run"]
     assert found(client, "moved").schedules == []
+    assert client.read_flow_run(uuid.UUID(started)).idempotency_key, (
+        "asked for again, it is one run"
+    )
 
 
 def test_the_parameters_are_the_recipe_with_absolute_paths(client, place):
@@ -254,9 +257,9 @@ def test_a_run_has_its_pools_environment_as_it_is_when_it_starts(client, pool, c
     assert (env["OWN"], env["MORE"], env["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) == ("2", "3", "30")
 
 
-@pytest.mark.parametrize(
-    ("where", "settings", "object", "next"),
-    [
+def test_what_can_not_work_is_refused_and_nothing_is_registered(client):
+    before = registered(client)
+    for where, settings, object, next in (
         (
             Where("nowhere"),
             [],
@@ -289,15 +292,29 @@ def test_a_run_has_its_pools_environment_as_it_is_when_it_starts(client, pool, c
             "data.held_out.source",
             "quiver nightly RECIPE",
         ),
-    ],
-)
-def test_what_can_not_work_is_refused_and_nothing_is_registered(
-    client, where, settings, object, next
-):
-    before = registered(client)
-    with pytest.raises(ConfigError) as error:
-        put(where, *settings)
-    assert error.value.object.startswith(object) and next in error.value.next
+    ):
+        with pytest.raises(ConfigError) as error:
+            put(where, *settings)
+        assert error.value.object.startswith(object) and next in error.value.next
+    for called, options, object, next in (
+        (placing.serve, {"port": 4300}, "--port 4300", "leave --port out"),
+        (placing.serve, {"timezone": "Europe/Berlin"}, "--timezone Europe/Berlin", "--cron"),
+        (
+            placing.serve,
+            {"settings": ["data.prompt=answr"]},
+            "data.prompt answr",
+            "set data.prompt to one of them",
+        ),
+        (
+            placing.deploy,
+            {"pool": "box", "timezone": "Europe/Berlin"},
+            "--timezone Europe/Berlin",
+            "--cron",
+        ),
+    ):
+        with pytest.raises(ConfigError) as error:
+            called(Path("recipe.toml"), **options)
+        assert error.value.object == object and next in error.value.next
     assert registered(client) == before
 
 
@@ -314,35 +331,6 @@ def test_an_image_is_for_those_of_several_pools_that_take_one(client, place):
         client.read_deployment_by_name("stage/mounted").job_variables["image"]
         == "registry/quiver:cpu"
     )
-
-
-@pytest.mark.parametrize(
-    ("called", "options", "object", "next"),
-    [
-        (placing.serve, {"port": 4300}, "--port 4300", "leave --port out"),
-        (placing.serve, {"timezone": "Europe/Berlin"}, "--timezone Europe/Berlin", "--cron"),
-        (
-            placing.serve,
-            {"settings": ["data.prompt=answr"]},
-            "data.prompt answr",
-            "set data.prompt to one of them",
-        ),
-        (
-            placing.deploy,
-            {"pool": "box", "timezone": "Europe/Berlin"},
-            "--timezone Europe/Berlin",
-            "--cron",
-        ),
-    ],
-)
-def test_an_option_that_would_do_nothing_or_a_recipe_that_can_not_run_is_refused(
-    client, called, options, object, next
-):
-    before = registered(client)
-    with pytest.raises(ConfigError) as refused:
-        called(Path("recipe.toml"), **options)
-    assert refused.value.object == object and next in refused.value.next
-    assert registered(client) == before
 
 
 def test_serve_says_as_json_what_it_serves(place, client):
@@ -581,29 +569,29 @@ def test_versions_and_tags_by_hand_start_what_waits_for_them(place, client):
     }
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """A folder with one version, and no server."""
-    folder = write_recipe(tmp_path_factory.mktemp("alone"))
-    quiver(folder, "prompt", "recipe.toml", PREFECT_API_URL="")
-    return folder
-
-
-def test_without_a_server_prefect_is_not_imported(alone):
+def run_without_prefect(folder: Path, *command: str) -> None:
     code = (
         "import sys; from quiver.flows.cli.main import main\n"
         "try: main()\n"
         "finally: print({'prefect', 'torch'} & set(sys.modules))"
     )
-    for command in (
-        ["tag", "best", "tiny/policy@0"],
-        ["prompt", "recipe.toml", "--iteration", "2"],
-    ):
-        done = subprocess.run(
-            [sys.executable, "-c", code, *command],
-            cwd=alone, env=own_home(alone), capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0 and done.stdout.endswith("\nset()\n"), done.stdout + done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command],
+        cwd=folder, env=own_home(folder), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and done.stdout.endswith("\nset()\n"), done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A folder with one version, and no server: `prompt` does not import Prefect."""
+    folder = write_recipe(tmp_path_factory.mktemp("alone"))
+    run_without_prefect(folder, "prompt", "recipe.toml")
+    return folder
+
+
+def test_without_a_server_prefect_is_not_imported(alone):
+    run_without_prefect(alone, "tag", "best", "tiny/policy@0")
 
 
 def test_a_server_that_does_not_take_it_costs_a_warning(alone):

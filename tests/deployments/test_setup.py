@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -93,36 +94,37 @@ def lying_python(clone: Path, lie: str) -> str:
 
 
 def test_a_lock_is_installed_with_torch_from_its_own_index_and_another_lock_anew(clone):
-    failed = setup(clone, TORCH_INDEX=index(clone, "own"))
-    assert failed.returncode != 0
-    assert f"No index has {TORCH}: make setup TORCH_INDEX=URL" in failed.stderr
-    done = setup(clone, TORCH_INDEX=index(clone, "torch"))
-    assert done.returncode == 0, done.stderr
-    assert "Installing the packages of requirements-cpu.lock" in done.stdout
-    assert "Successfully installed torch-1.0+cpu" in done.stdout
-    assert "Successfully installed plain-2.0" in done.stdout
-    subprocess.run([clone / ".venv/bin/python", "-c", "import plain, torch, tiny"], check=True)
-    assert "Installing" not in setup(clone).stdout, "it is there already"
+    cpu, gpu = "requirements-cpu.lock", "requirements-gpu.lock"
+    shutil.copy(clone / cpu, clone / gpu)
     # a CPU build of torch would satisfy the pin of a GPU's, and stay
-    lock = "requirements-gpu.lock"
-    shutil.copy(clone / "requirements-cpu.lock", clone / lock)
-    refused = setup(clone, LOCK=lock, PATH=with_driver(clone, "570.133.20"))
+    old = clone / ".venv/.installed-requirements-old.lock"
+    old.parent.mkdir()
+    old.touch()
+    refused = setup(clone, LOCK=gpu, PATH=with_driver(clone, "570.133.20"))
     told = f"The GPU's driver is 570.133.20, and {TORCH} needs 580 or newer"
     assert refused.returncode != 0 and told in refused.stderr
-    assert (clone / ".venv/.installed-requirements-cpu.lock").exists(), "nothing was changed"
     path = with_driver(clone, "580.65.06")
-    without = setup(clone, LOCK=lock, PATH=path, CC="/no/such/cc")
+    without = setup(clone, LOCK=gpu, PATH=path, CC="/no/such/cc")
     assert without.returncode != 0
     assert "No C compiler (/no/such/cc), and Triton needs one" in without.stderr
     python = lying_python(clone, "import sysconfig; sysconfig.get_path = lambda *_: '/no/such'")
-    bare = setup(clone, LOCK=lock, PATH=path, CC="sh", PYTHON=python)
+    bare = setup(clone, LOCK=gpu, PATH=path, CC="sh", PYTHON=python)
     assert bare.returncode != 0
     assert "There is no /no/such/Python.h, and Triton needs it" in bare.stderr
-    assert (clone / ".venv/.installed-requirements-cpu.lock").exists(), "nothing was changed"
-    again = setup(clone, LOCK=lock, PATH=path, TORCH_INDEX=index(clone, "torch"))
-    assert again.returncode == 0, again.stderr
-    assert "The .venv was made from requirements-cpu.lock: it is made anew." in again.stdout
-    assert [each.name for each in clone.glob(".venv/.installed-*")] == [f".installed-{lock}"]
+    assert old.exists(), "nothing was changed"
+    failed = setup(clone, LOCK=cpu, CC="/no/such/cc", TORCH_INDEX=index(clone, "own"))
+    assert failed.returncode != 0
+    assert "The .venv was made from requirements-old.lock: it is made anew." in failed.stdout
+    assert f"No index has {TORCH}: make setup TORCH_INDEX=URL" in failed.stderr
+    assert not list(clone.glob(".venv/.installed-*"))
+    done = setup(clone, LOCK=gpu, PATH=path, TORCH_INDEX=index(clone, "torch"))
+    assert done.returncode == 0, done.stderr
+    assert "Installing the packages of requirements-gpu.lock" in done.stdout
+    assert "Successfully installed torch-1.0+cpu" in done.stdout
+    assert "Successfully installed plain-2.0" in done.stdout
+    subprocess.run([clone / ".venv/bin/python", "-c", "import plain, torch, tiny"], check=True)
+    assert [each.name for each in clone.glob(".venv/.installed-*")] == [f".installed-{gpu}"]
+    assert "Installing" not in setup(clone, LOCK=gpu, PATH=path).stdout, "it is there already"
 
 
 def test_another_python_is_refused_at_once(clone):
@@ -146,6 +148,16 @@ def locked(lock: str, python: str) -> dict[str, str]:
     return versions
 
 
+@cache
+def installed(name: str) -> tuple[str, list[Requirement]]:
+    """The version of a package here, without its build, and what it asks for; empty if it is not."""
+    try:
+        wheel = metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return "", []
+    return wheel.version.partition("+")[0], [*map(Requirement, wheel.requires or ())]
+
+
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 @pytest.mark.parametrize("lock", ["requirements-cpu.lock", "requirements-gpu.lock"])
 def test_each_locked_version_fits_what_the_others_ask_for(lock, python):
@@ -154,13 +166,10 @@ def test_each_locked_version_fits_what_the_others_ask_for(lock, python):
     environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
     asked = 0
     for name in versions:
-        try:
-            wheel = metadata.distribution(name)
-        except metadata.PackageNotFoundError:
+        here, requirements = installed(name)
+        if here != versions[name].partition("+")[0]:
             continue
-        if wheel.version.partition("+")[0] != versions[name].partition("+")[0]:
-            continue
-        for requirement in map(Requirement, wheel.requires or ()):
+        for requirement in requirements:
             version = versions.get(canonicalize_name(requirement.name))
             is_asked = requirement.marker is None or requirement.marker.evaluate(environment)
             if version is not None and is_asked:

@@ -6,8 +6,8 @@ of what the tests run.
     use_warm_python()      # sys.executable is the stand-in, here and in all that is started by it
     REAL_PYTHON            # a fresh interpreter, for tests about signals, streams, memory, imports
 
-`sys.executable -m quiver.…`, a test's own `…_checks`, Prefect's server and vLLM's are handed to a
-server (`server.py`), which forks; so are workers with a user's code and those that render chat
+`sys.executable -m quiver.…`, a test's own `…_checks`, Prefect's commands and vLLM's server are handed
+to a server (`server.py`), which forks; so are workers with a user's code and those that render chat
 templates, with the limits of their memory. Everything else is run by the real interpreter, also the
 flows that a Prefect worker starts, which watch their parent.
 The fork gets the caller's arguments, environment, working folder, standard streams and network; its
@@ -43,9 +43,8 @@ case "$* " in
 "-m torch.distributed.run "*" -m quiver "* | "-u -m quiver "* | \\
 "-m quiver.flows.cli.main "* | "-P -m quiver.flows.cli.main "* | "-m quiver.stages "* | "-u -P -m quiver.stages "* | \\
 "-P -m quiver.stages."* | "-m tests.finished "* | "-m tests.stages."*_checks\\ * | \\
-"-m vllm.entrypoints.openai.api_server "* | "-m uvicorn "* | \\
-"-m prefect server start "* | "-P -m prefect server start "* | "-P "*/run/answering.py\\ * | \\
-"-I /"*/chat/jinja_worker.py\\ *)
+"-m vllm.entrypoints.openai.api_server "* | "-m uvicorn "* | "-m prefect "* | "-P -m prefect "* | \\
+"-P "*/run/answering.py\\ * | "-I /"*/chat/jinja_worker.py\\ *)
     exec {real} -I -S {client} {folder} "$@" ;;
 *) exec -a "$0" {real} "$@" ;;
 esac
