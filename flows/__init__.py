@@ -14,10 +14,10 @@ os.environ.setdefault(
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS", "120"
 )  # Prefect's 20 s are short for a busy laptop.
 
-has_forms = "PREFECT__FLOW_RUN_ID" not in os.environ
-"""If true, an imported flow describes its parameters, from which Prefect's pages make a form.
-Describing a recipe takes a third of a command's import time, so what deploys nothing has no
-forms: a process that a worker started for a flow, and commands that set this to False."""
+has_forms = True
+"""If true, an imported flow describes its parameters, from which Prefect's pages make a form. A
+command that deploys nothing sets it to False: describing a recipe takes a third of its import
+time."""
 
 num_made = 0
 """Number of versions that this process has made so far, itself or by children and pools."""

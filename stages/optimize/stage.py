@@ -175,10 +175,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     if writer:
         results.finish(writers, loaded, trainer)
     # Free what uses the process group before the group ends: gloo's threads otherwise abort a
-    # rank at its exit, now and then. One process on a CPU has neither a group nor a device's cache,
-    # and to collect garbage takes as long as a step.
-    if accelerator.num_processes > 1 or accelerator.device.type != "cpu":
-        accelerator.free_memory()
+    # rank at its exit, now and then.
+    accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
