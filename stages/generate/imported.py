@@ -40,6 +40,10 @@ _END_OF = {"stop": "answered", "length": "max_tokens", "abort": "environment_err
 about it."""
 
 
+_OF_PROMPT = ("columns", "messages", "tools")
+"""Fields of a line that belong to the prompt of its group."""
+
+
 class Limits(common.Config):
     """Limits that episodes were held to."""
 
@@ -160,21 +164,32 @@ def _require_readable(config: Config, lines: Mapping[str, Trajectory], policy: V
 
 def _groups(config: Config, lines: Mapping[str, Trajectory], prompts: Version | None) -> list[str]:
     """Return the group of each line. Raises ConfigError if a line's prompt differs from its
-    group's."""
+    group's, or without `prompts` what it says about it differs from an earlier line."""
     prompts_by_group: dict[str, list[int]] = {}
     if prompts is not None:
         table = prompts.table(["group_id", "prompt_ids"])
         pairs = (table[name].to_pylist() for name in ("group_id", "prompt_ids"))
         prompts_by_group = dict(zip(*pairs, strict=True))
+    first: dict[str, Trajectory] = {}
     groups = []
     for place, line in lines.items():
         group = line.group
+        earlier = first.setdefault(group, line)
+        said = {name: getattr(line, name) for name in _OF_PROMPT if prompts is None}
+        differing = [
+            name for name, given in said.items() if given not in (None, {}, getattr(earlier, name))
+        ]
         problem = ""
         if prompts is not None and group not in prompts_by_group:
             problem = f"group_id: {prompts.ref} has no {printable(group)}"
         elif prompts_by_group.setdefault(group, line.prompt_ids) != line.prompt_ids:
             others = "an earlier line" if prompts is None else str(prompts.ref)
             problem = f"prompt_ids: group {printable(group)} has others in {others}"
+        elif differing:
+            problem = (
+                f"{differing[0]}: group {printable(group)} has others in an earlier line; give "
+                "prompts that differ in them a group_id each"
+            )
         if problem:
             raise bad_source(f"{config.source} {place}", problem)
         groups.append(group)

@@ -254,6 +254,8 @@ def test_lines_that_say_no_temperature_have_that_of_the_import(
         ({"prompt_ids": []}, "prompt_ids"),
         ({"prompt_ids": [1] * 254}, "a sequence has 257 tokens"),
         ({"group_id": "g", "prompt_ids": [1, 41]}, "prompt_ids: group g has others"),
+        ({"group_id": "g", "columns": {"answer": 1}}, "columns: group g has others in an earlier line"),
+        ({"group_id": "g", "tools": [{"name": "f"}]}, "tools: group g has others in an earlier line"),
         ({"temperature": -1}, "temperature"),
         ({"finish_reason": "done"}, "finish_reason"),
         ({"reward": 1e39}, "reward"),
