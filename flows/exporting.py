@@ -12,7 +12,6 @@ would become other ids if their text were tokenised again. Pictures and clips ar
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,9 +25,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet
 
-from quiver.flows.json_lines import lists_like, to_lines
+from quiver.flows.json_lines import json_text, lists_like, to_lines
 from quiver.flows.look.joined import Selection, open_joined, prompt_fields
-from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.schemas.cells import holds
+from quiver.schemas.errors import ConfigError, LineageError, printable, quoted_name
 from quiver.schemas.outside import Message
 from quiver.schemas.prompts import MESSAGES, MESSAGES_WITH_MORE, most_media
 from quiver.stages.core.files import replacing, storage_errors
@@ -357,6 +357,13 @@ class _Exporter:
         """Return trajectories (see `stages/turns/trajectories.py`)."""
         rows = self.joined.table(positions).combine_chunks()
         columns = {name: rows[name] for name in _OF_LINES if name in rows.column_names}
+        for own in rows.schema.field("columns").type:
+            if holds(own.type, _is_bytes):
+                raise ConfigError(
+                    f"column {quoted_name(own.name)}",
+                    "holds bytes, which JSON lines cannot hold",
+                    next="leave the column out of the source",
+                )
         columns["logprobs"] = columns.pop("old_logprobs")
         columns["text"] = columns.pop("completion_text")
         columns["messages"] = _messages(rows)
@@ -398,7 +405,7 @@ class _Exporter:
                     "has no messages, or no reference answer, and verl needs both",
                     next="name the source's columns messages and answer",
                 )
-            text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+            text = answer if isinstance(answer, str) else json_text(answer)
             question = {
                 "data_source": str(fields["columns"].get("data_source") or self.rollouts.ref.run),
                 "ability": str(fields["columns"].get("ability") or ""),
@@ -433,6 +440,11 @@ class _Exporter:
                 is_other |= again[len(again) - len(written) :] != written
             self.exported.tokenised += 1
             self.exported.other_ids += is_other
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    types = pa.types
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
 
 
 def _rounding(scores: np.ndarray) -> np.ndarray:

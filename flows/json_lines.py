@@ -3,18 +3,22 @@
     to_lines(pa.table({"ids": [[1, 2], [3]], "text": ["a", None]}))
     # b'{"ids":[1,2],"text":"a"}\n{"ids":[3]}\n'
 
-Members that are null are left out, at any depth below a struct.
+Members that are null are left out, at any depth below a struct. A number that is not finite is
+null, a decimal is a number, and a date is its text. JSON cannot hold bytes: TypeError.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-_ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
-"""Encodes any other cell; a date becomes its text."""
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 """How JSON writes these characters; the backslash comes first."""
 _OTHER_CONTROLS = r"[\x00-\x08\x0b\x0c\x0e-\x1f]"
@@ -40,6 +44,10 @@ def _lines(texts: pa.Array) -> bytes:
 def json_texts(column: pa.Array) -> pa.Array:
     """Return [rows] string: each cell as JSON text; null stays null, and so does no finite
     number."""
+    if pa.types.is_large_string(column.type):
+        column = column.cast(pa.string())
+    elif pa.types.is_large_list(column.type) or pa.types.is_fixed_size_list(column.type):
+        column = column.cast(pa.list_(column.type.value_type))
     kind = column.type
     if isinstance(kind, pa.JsonType):
         return column.storage
@@ -68,9 +76,26 @@ def json_texts(column: pa.Array) -> pa.Array:
             for character, escape in _ESCAPES.items():
                 column = pc.replace_substring(column, character, escape)
             return pc.binary_join_element_wise('"', column, '"', "")
-    cells = column.to_pylist()
-    texts = [None if cell is None else _ENCODER.encode(cell) for cell in cells]
+    texts = [None if cell is None else json_text(cell) for cell in column.to_pylist()]
     return pa.array(texts, pa.string())
+
+
+def json_text(cell: Any) -> str:
+    """Return a Python value as JSON text. Raises TypeError for bytes."""
+    return json.dumps(_plain(cell), ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(member) for name, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(member) for member in value]
+    if isinstance(value, Decimal):
+        value = float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    is_time = isinstance(value, datetime.date | datetime.time | datetime.timedelta)
+    return str(value) if is_time else value
 
 
 def lists_like(column: pa.ListArray, values: pa.Array) -> pa.ListArray:

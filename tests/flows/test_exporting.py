@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow as pa
@@ -443,6 +445,47 @@ def test_chats_that_end_with_a_role_unlike_the_prompts_are_trajectories_only(tmp
     rollouts = episodes.write(store, made.policy, rows, "cut", cut)
     with pytest.raises(LineageError, match="only trajectories"):
         export(store, str(rollouts.ref), tmp_path / "sft.jsonl", Options("sft"))
+
+
+def with_own(store: Store, folder: Path, **own: pa.Array) -> exported.Made:
+    """Rollouts of three prompts whose source, a Parquet file, has these columns too."""
+    path = folder / "asked.parquet"
+    questions = {"id": list(exported.ANSWERS), "question": ["one?", "two?", "three?"]}
+    pq.write_table(pa.table({**questions, **own}), path)
+    return exported.make(store, folder, source=str(path))
+
+
+def test_what_json_cannot_hold_as_it_is_comes_back_as_the_nearest_or_is_refused(tmp_path):
+    """A number that is not finite is null, a decimal is a number, a date is its text."""
+    store = Store(tmp_path / "store")
+    numbers = [[0.5, float("nan")], [1.0, float("inf")], [2.0, 3.0]]
+    own = {
+        "short": pa.array(numbers, pa.list_(pa.float32())),
+        "fixed": pa.array(numbers, pa.list_(pa.float64(), 2)),
+        "price": pa.array([Decimal("1.50"), None, Decimal("2.25")]),
+        "day": pa.array([date(2026, 1, 2)] * 3),
+        "large": pa.array(["a", "b\n", "c"], pa.large_string()),
+        "answer": pa.array([Decimal("1.50")] * 3),
+    }
+    made = with_own(store, tmp_path, **own)
+    lines = tmp_path / "lines.jsonl"
+    export(store, str(made.rollouts.ref), lines, Options("trajectories"))
+    commands.import_(lines, str(made.policy.ref), into="back", store=str(store.url))
+    first, second, _ = store.open("back/prompts@1").table()["columns"].to_pylist()
+    assert first["short"] == first["fixed"] == [0.5, None]
+    assert second["short"] == second["fixed"] == [1.0, None]
+    assert (first["price"], second["price"]) == (1.5, None)
+    assert (first["day"], second["large"]) == ("2026-01-02", "b\n")
+    export(store, str(made.rollouts.ref), tmp_path / "verl.jsonl", Options("verl"))
+    questions = rows_of(tmp_path / "verl.jsonl")
+    assert {row["reward_model"]["ground_truth"] for row in questions} == {"1.5"}
+
+
+def test_bytes_are_no_json(tmp_path):
+    store = Store(tmp_path / "store")
+    made = with_own(store, tmp_path, raw=pa.array([b"\xff"] * 3))
+    with pytest.raises(ConfigError, match="column raw: holds bytes"):
+        export(store, str(made.rollouts.ref), tmp_path / "lines.jsonl", Options("trajectories"))
 
 
 @pytest.mark.parametrize("most_bytes", [1, 2**26])
