@@ -3,8 +3,9 @@ prompts behind two versions, and which of them are equal."""
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -12,6 +13,7 @@ import pyarrow.compute as pc
 from quiver.schemas.errors import LineageError, printable
 from quiver.schemas.manifest import digest
 from quiver.schemas.plain import without_nulls
+from quiver.schemas.prompts import MEDIA, OURS
 from quiver.schemas.refs import KINDS
 from quiver.stages.core.store import Store, Version
 
@@ -61,7 +63,9 @@ def pair_prompts(
 
     If both come from the same prompts, or from prompts with the same bytes, a group's id is its
     name. Otherwise the name is made of the prompt's content: the chat, or the text if prompts of
-    one of the two have no chat; the second of two equal prompts gets another name.
+    one of the two have no chat. If a version has that more than once ("Describe the image."), the
+    row's own columns, pictures and clips count too. Of prompts that are still equal, those with the
+    same group id in both belong together, and the others by their order.
 
     Raises LineageError if the prompts are gone or a version has none; and later, on looking up a
     group that the prompts do not have.
@@ -76,9 +80,20 @@ def pair_prompts(
     tables = [prompts.table(["group_id", "messages", "prompt_text"]) for prompts in both]
     has_chats = not any(table["messages"].null_count for table in tables)
     column = "messages" if has_chats else "prompt_text"
+    groups = [table["group_id"].to_pylist() for table in tables]
+    contents = [
+        # messages of prompts/2 have more fields
+        [digest(without_nulls(cell)) for cell in table[column].to_pylist()]
+        for table in tables
+    ]
+    repeated = {
+        content for each in contents for content, count in Counter(each).items() if count > 1
+    }
+    wholes = [_whole(prompts, each, repeated) for prompts, each in zip(both, contents, strict=True)]
+    pairs = [[*zip(*each, strict=True)] for each in zip(groups, wholes, strict=True)]
+    in_both = {*pairs[0]} & {*pairs[1]}
     names_a, names_b = (
-        _Names(prompts, _names_by_content(table, column))
-        for prompts, table in zip(both, tables, strict=True)
+        _Names(prompts, _named(each, in_both)) for prompts, each in zip(both, pairs, strict=True)
     )
     return names_a, names_b
 
@@ -120,12 +135,37 @@ def prompts_of(store: Store, version: Version) -> Version:
     return prompts
 
 
-def _names_by_content(prompts: pa.Table, column: str) -> dict[str, str]:
-    """Return a name for each group id, made of the prompt's content in this column."""
+def _whole(prompts: Version, contents: Sequence[str], repeated: Container[str]) -> list[str]:
+    """Return `contents`, one for each row of `prompts`; those that are `repeated` with a hash of
+    the row's own columns, pictures and clips."""
+    table = None
+    wholes = []
+    for row, content in enumerate(contents):
+        whole = content
+        if content in repeated:
+            table = table or prompts.table()
+            cells = table.slice(row, 1).to_pylist()[0]
+            own = {name: cell for name, cell in cells["columns"].items() if name not in OURS}
+            files = [
+                hashlib.sha256(file["bytes"] or b"").hexdigest()
+                for column in MEDIA.values()
+                for file in cells.get(column) or ()
+            ]
+            whole = digest([content, repr(sorted(own.items())), files])
+        wholes.append(whole)
+    return wholes
+
+
+def _named(
+    prompts: Iterable[tuple[str, str]], in_both: Container[tuple[str, str]]
+) -> dict[str, str]:
+    """Return a name for each group id of `prompts`, pairs of group id and content."""
     names: dict[str, str] = {}
     seen: Counter[str] = Counter()
-    for row in prompts.to_pylist():
-        content = digest(without_nulls(row[column]))  # messages of prompts/2 have more fields
-        names[row["group_id"]] = f"{content}-{seen[content]}"
+    for group, content in prompts:
+        if (group, content) in in_both:
+            names[group] = f"{content} {group}"
+            continue
+        names[group] = f"{content}-{seen[content]}"
         seen[content] += 1
     return names

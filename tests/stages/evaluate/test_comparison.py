@@ -3,6 +3,7 @@ rows; expected numbers are written out."""
 
 import statistics
 
+import pyarrow as pa
 import pytest
 from typer.main import get_command
 
@@ -64,6 +65,25 @@ def test_evaluations_are_paired_by_what_was_asked(store, evaluated):
     assert answer["notes"] == []
     backwards = compare(store, b, a)["difference"]["score"]
     assert backwards["score"] == pytest.approx(-score["score"])
+
+
+@pytest.mark.parametrize("has_columns", [True, False])
+def test_rows_of_one_text_are_paired_by_their_columns(store, policy, has_columns):
+    """Without columns by their group ids, from which environments have their seeds. A row's scores
+    are equal."""
+    scores = {f"r{row:02d}": [float(row < 10)] for row in range(20)}
+    models = (model_entry("policy", policy),)
+    versions = []
+    for run, names in (("all", [*scores]), ("late", [*scores][10:])):
+        groups = {f"{run}{name}" if has_columns else name: scores[name] for name in names}
+        table = ask(store, dict.fromkeys(groups, "Guess the number."), run).table()
+        own = [{"name": name if has_columns else "same"} for name in names]
+        table = table.drop_columns("columns").append_column("columns", pa.array(own))
+        asked = write(store, "prompts", table, run)
+        versions.append(evaluate(store, score(store, groups, asked, run, models=models), into=run))
+    answer = compare(store, *versions)
+    counts = [answer[name] for name in ("better", "worse", "equal", "only_a", "only_b")]
+    assert counts == [0, 0, 10, 10, 0]
 
 
 def test_evaluations_without_a_common_score_are_refused(store, evaluated):
