@@ -26,7 +26,8 @@ class Curriculum(Base):
 
     First come rows that were not asked in the last `iterations` iterations, in the usual order.
     Then come rows with a mean within the bounds and, if these do not fill `limit`, the others.
-    Within both groups, rows that were not asked for the longest time come first.
+    Within both groups, rows that were not asked for the longest time come first. Rows that were
+    dropped as too long come last.
     """
 
     low: float
