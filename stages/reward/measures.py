@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import combinations
 from typing import Any
 
@@ -69,14 +70,20 @@ def summary(table: pa.Table, seconds: dict[str, float]) -> tuple[dict[str, Any],
 
 def means(texts: pa.ChunkedArray) -> dict[str, float]:
     """Return the mean of every number in the rows' JSON texts, by name, over the rows that have it;
-    true is 1, and false 0."""
+    true is 1, and false 0. Integers that no float holds are left out."""
     by_name: dict[str, list[float]] = {}
     for text in texts.drop_null().to_pylist():
         members = json.loads(text)
         for name, member in members.items() if isinstance(members, dict) else ():
             if isinstance(member, int | float):
-                by_name.setdefault(name, []).append(member)
-    return {name: math.fsum(numbers) / len(numbers) for name, numbers in by_name.items()}
+                with suppress(OverflowError):
+                    by_name.setdefault(name, []).append(float(member))
+    found = {name: numbers for name, numbers in by_name.items() if numbers}
+    # divided first: the sum of two large numbers may be infinite
+    return {
+        name: math.fsum(number / len(numbers) for number in numbers)
+        for name, numbers in found.items()
+    }
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float | None:

@@ -343,7 +343,10 @@ def aligned(
             next="leave --retry out",
         )
     schema = rewards.schema_for(names, extras, of_turns=of_turns)
-    return pa.Table.from_pylist(earlier.take(order).to_pylist(), schema)
+    rows = earlier.take(order).to_pylist()
+    if extras and "extra" not in earlier.column_names:  # `extra` of a function was false
+        rows = [{**row, "extra": dict.fromkeys(extras)} for row in rows]
+    return pa.Table.from_pylist(rows, schema)
 
 
 def merged(earlier: pa.Table, again: pa.Table) -> pa.Table:
