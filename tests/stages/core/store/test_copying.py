@@ -288,6 +288,7 @@ def test_copies_of_two_stores_into_one_folder_at_once_are_not_mixed(store, tmp_p
     with pytest.raises(ConfigError, match="another store"), watched(another):
         copy(store, str(target))
     assert began and contents(Store(target, create=False)) == contents(other)
+    assert not (target / copying._UNFINISHED).exists()
 
 
 def test_a_copy_made_later_adds_what_is_new(full, bucket):

@@ -276,3 +276,22 @@ def test_fields_are_read_of_a_whole_manifest_alone(store):
     assert manifest_fields(raw)["metrics"] == {"x": 1.5}
     damaged = raw.replace(b"1.5", b"2.5")
     assert damaged != raw and manifest_fields(damaged) is None
+
+
+def test_a_summary_tells_of_what_a_version_was_made():
+    sources = {"a/policy@1": "policy", "a/rollouts@2": "rollouts"}
+    trained, averaged = (
+        Summary(3, stage=stage, sources=sources) for stage in ("optimize", "average")
+    )
+    assert (trained.source("rollouts"), trained.source("base")) == ("a/rollouts@2", None)
+    assert (trained.trained_from, averaged.trained_from) == ("a/policy@1", None)
+
+
+def test_what_a_sweep_made_is_newest_only_if_there_is_nothing_else(store):
+    for seed in range(3):
+        commit(store, Settings(seed=seed), note=f"sweep 0123456789ab, cell {seed} (7)")
+    listing = store.listing("a", "logprobs")
+    assert listing.newest_not_of_sweep([1, 2, 3]) == 3
+    commit(store, Settings(seed=3))
+    commit(store, Settings(seed=4), note="sweep 0123456789ab, cell 4 (7)")
+    assert store.listing("a", "logprobs").newest_not_of_sweep([1, 2, 3, 4, 5]) == 4
