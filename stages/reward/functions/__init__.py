@@ -370,7 +370,7 @@ FUNCTIONS: dict[str, Shipped] = {
         verifiers.json_schema,
         "1 if the completion is JSON that the column or argument `schema` allows",
         {"schema": "JSON text or a table", "find": "auto, text or fenced"},
-        version=2,
+        version=3,
         reference="schema",
     ),
     "similarity": Shipped(
@@ -399,6 +399,7 @@ FUNCTIONS: dict[str, Shipped] = {
             "sandbox_url": "a server that runs programs",
             "sandbox_token": "env:NAME",
         },
+        version=2,
         columns=("entry", "language"),
         reference="tests",
         is_quick=False,

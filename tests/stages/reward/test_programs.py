@@ -61,12 +61,29 @@ COMPLETIONS = {
     "cut by its length": "thus ```x``` is\n```python\nx = 1\n",
     "with a title": '```python title="a.py"\nx = 1\n```',
     "no fence": "x = 1\n",
+    "closed behind its last line": "```python\nx = 1```\nDone",
+    "mentioned fences": "```python\nx = 1\n```\nIt ends with ```\nDone",
+    "in a list": "1. ```python\n   x = 1\n   ```\n2. ```text\n   x\n   ```",
+    "an open block before": "```text\n1\n\n```python\nx = 1\n```",
+}
+INDENTED = {
+    "a list's item": "1. so\n   ```python\n   if x:\n\n       y\n   ```",
+    "the program is indented less": "     ```python\n  if x:\n\n      y\n     ```",
+    "its fence alone": "    ```python\nif x:\n\n    y\n    ```",
+    "behind an item's sign": "- ```python\n  if x:\n\n      y\n  ```",
+    "tabs": "\t```python\n\tif x:\n\t\n\t    y\n\t```",
+    "in a line of prose": "The program: ```python\nif x:\n\n    y\n```",
+    "by carriage returns": "  ```python\r\n  if x:\r\n\r\n      y\r\n  ```\r\n",
 }
 
 
 def test_the_program_in_a_completion():
     for name, completion in COMPLETIONS.items():
         assert extract(completion).strip() == "x = 1", name
+    for name, completion in INDENTED.items():
+        assert extract(completion).splitlines() == ["if x:", "", "    y"], name
+    program = 'x = """\nbetween ``` and ```\nor """ + "```"\n'
+    assert extract(f"```python\n{program}```") == program
 
 
 # -- what the tests are
