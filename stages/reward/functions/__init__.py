@@ -324,14 +324,14 @@ FUNCTIONS: dict[str, Shipped] = {
         numeric,
         "1 if the completion's number is the column `answer`",
         {"tolerance": "relative, 0 is exact"},
-        version=2,
+        version=3,
         reference="answer",
     ),
     "math": Shipped(
         verifiers.math,
         "1 if the completion's mathematical answer equals the column `answer`",
         {},
-        version=2,
+        version=3,
         reference="answer",
     ),
     "choice": Shipped(

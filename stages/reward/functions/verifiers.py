@@ -42,9 +42,10 @@ def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None
     side are one answer, so \boxed{1}\boxed{2} is 1, 2 and not 2. If both sides are a single number,
     they are compared as in `numeric`. Identical texts are always equal.
 
-    An answer without LaTeX marks is read as a formula. A null answer gives None. An answer that
-    cannot be read (a list, a date) is an error of the row; a completion that cannot be read is
-    wrong, 0. Units are not compared. Formulas that take sympy for ever end by the row's time limit.
+    An answer without LaTeX marks is read as a formula, in which pi, ln, log (of base 10), exp, sin,
+    cos, tan, sqrt and ** are known. A null answer gives None. An answer that cannot be read (a
+    list, a date) is an error of the row; a completion that cannot be read is wrong, 0. Units are
+    not compared. Formulas that take sympy for ever end by the row's time limit.
 
     Reference: https://github.com/huggingface/Math-Verify
 
