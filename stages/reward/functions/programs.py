@@ -79,10 +79,12 @@ def code(
     Ways to game it: Expected outputs stay out of the sandbox, or in a process that the program
     cannot read. So leaving early, patching builtins, printing a verdict or overriding == gains
     nothing. But a program may answer only the inputs that it is given. A test that hands its
-    expectation to the program (`f(x).startswith("a")` with an object of f's own, `a == b` of two
-    such objects) relies on the program's word. Isolation "process" does not keep a program from
-    reading the tests out of the judge's memory. Tests fail if they need a class of the program as a
-    base or in `isinstance`, or hand it objects of their own classes.
+    expectation to the program (`f(x).startswith("a")` with an object of f's own, `a == b` or
+    `a + b` of two such objects) relies on the program's word. Isolation "process" does not keep a
+    program from reading the tests out of the judge's memory. Tests fail if they need a class of the
+    program as a base or in `isinstance`, hand it objects of their own classes, use an operator
+    between an object of the program and plain data (`V(1) * 2`), or rely on a `with` that swallows
+    errors.
 
     Raises:
         ValueError: The tests cannot be read.
