@@ -22,9 +22,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 from quiver import flows
 from quiver.flows.look.words import counted, unscored_of
+from quiver.schemas.cells import fields_of
 from quiver.schemas.errors import LineageError, QuiverError
 from quiver.schemas.manifest import digest
 from quiver.schemas.refs import parse
@@ -227,19 +229,19 @@ def check_stages(
     read besides the prompts'.
     """
     run = _RUN.get()
-    columns: tuple[str, ...] = ()
+    columns: dict[str, Any] = {}
     version = None
     form = ""
     if prompts is not None:
         version = Store(run.recipe.store).open(run.with_files(prompts))
-        columns = tuple(column.name for column in version.table().schema.field("columns").type)
+        columns = fields_of(version.table().schema.field("columns").type) or {}
         form = digest([columns, version.manifest.metrics.get("assistant_starts")])
     for stage, config in configs.items():
         if stage == "optimize" and not trains_here(run.recipe.placement):
             continue
         if run.checked.isdisjoint({(stage, ""), (stage, form)}):
             try:
-                load_stage(stage).check(config, (*columns, *offered), version)
+                load_stage(stage).check(config, {**columns, **dict.fromkeys(offered)}, version)
             except QuiverError as error:
                 if version is not None:
                     sources = f"{version.ref} and what it was made of"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quiver.flows.look.words import counted
+from quiver.schemas.cells import fields_of
 from quiver.schemas.errors import ConfigError, printable, quoted_name
 from quiver.stages.core.run.stage import load_stage
 from quiver.stages.model.from_function import is_function
@@ -81,6 +82,10 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
         tried = []
         if is_tried and error is None:
             tried = try_stages(recipe)
+        for section, source in sources.items():
+            fields = fields_of(source.table.schema) or {}
+            names = [*recipe.columns[section], *recipe.offered_columns]
+            preview(recipe.reward, {name: fields.get(name) for name in names})
         reads = preview(recipe.reward, [*columns, *recipe.offered_columns])
         num_rows = sources["data"].table.num_rows
         for sentence in (

@@ -61,6 +61,16 @@ class Cells(pa.ExtensionType):
 pa.register_extension_type(Cells(pa.string()))
 
 
+def fields_of(kind: pa.DataType | pa.Schema) -> dict[str, Any] | None:
+    """Return the fields that every cell of a type has, each with its own; None if cells differ or
+    have none, as those of JSON and of text."""
+    if isinstance(kind, Cells):
+        kind = kind.storage_type
+    if not isinstance(kind, pa.StructType | pa.Schema):
+        return None
+    return {field.name: fields_of(field.type) for field in kind}
+
+
 def json_array(cells: Sequence[Any]) -> pa.ChunkedArray:
     """Return the cells as a column of JSON text. NaN and infinity are kept, unlike in strict JSON.
 

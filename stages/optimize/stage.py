@@ -25,7 +25,7 @@ policy, and its metrics say so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -110,7 +110,7 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     )
 
 
-def check(config: Config, columns: Sequence[str], prompts: Version | None = None) -> None:
+def check(config: Config, columns: Iterable[str], prompts: Version | None = None) -> None:
     """Raise ConfigError if adapters, a base of 4 bits or moments in 8 bits cannot be had here, or a
     tracker is not installed."""
     check_trackers(config.trackers, config.tracker_folder)

@@ -46,9 +46,10 @@ class Reads(NamedTuple):
 
 def preview(config: Config, columns: Iterable[str]) -> Reads:
     """Return the `columns` of the source that are read. Raises ConfigError or SecurityError if a
-    scorer is missing, or if it asks by name for a missing column."""
+    scorer is missing, or if it asks by name for a missing column, or a missing field where
+    `columns` is a mapping that gives their fields (see `require` of pool.habits)."""
+    columns = columns if isinstance(columns, Mapping) else [*columns]
     with_fingerprints(config)
-    columns = [*columns]
     names: set[str] = set()
     may_be_all = False
     for function in config.functions:
@@ -57,7 +58,7 @@ def preview(config: Config, columns: Iterable[str]) -> Reads:
             may_be_all = True
             continue
         about = describe(callee, function.name, function.arguments)
-        require(function, about.needs, columns)
+        require(function, about, columns)
         takes = takes_of(function, about)
         parameters = {*(takes or about.needs), *function.columns} - function.arguments.keys()
         if function.style == "verl":

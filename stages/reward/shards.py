@@ -24,6 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.schemas import rewards
+from quiver.schemas.cells import fields_of
 from quiver.schemas.errors import ConfigError, LineageError, RewardError, printable
 from quiver.schemas.rewards import names_of
 from quiver.stages.core.config import parse
@@ -92,9 +93,10 @@ class Shards:
                         "another list under that name: rename it in the source",
                         hidden,
                     )
-                columns = [*self._columns]
-                columns += OF_TURNS if turns.has_turns(self._rollouts) else ()
-                columns += {*media.OFFERED} & {*self._prompts.column_names}
+                columns = fields_of(self._prompts.schema.field("columns").type) or {}
+                of_turns = OF_TURNS if turns.has_turns(self._rollouts) else ()
+                shown = {*media.OFFERED} & {*self._prompts.column_names}
+                columns |= dict.fromkeys([*of_turns, *shown])
                 for scorer in self._scorers:
                     scorer.require(columns)
             while self._handout.wait_for_work():

@@ -25,7 +25,7 @@ scores anew.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 
 from quiver.schemas.errors import RewardError
@@ -96,7 +96,7 @@ def accept(plan: Plan, version: Version) -> None:
         )
 
 
-def check(config: Config, columns: Sequence[str], prompts: Version | None = None) -> None:
+def check(config: Config, columns: Iterable[str], prompts: Version | None = None) -> None:
     """Raise ConfigError unless each scorer exists and can be called with the prompts' `columns`.
 
     Args:

@@ -556,6 +556,15 @@ def test_each_function_that_compares_is_asked(folder, function, answer):
     assert check(f"reward.functions=[{{{function}}}]", *settings).error is None
 
 
+def test_a_field_that_no_row_of_the_source_has_is_refused(folder):
+    write_rows([{"question": f"{n}?", "answer": {"of": str(n)}} for n in range(3)])
+    settings = ["data.limit=null", "data.held_out=null"]
+    function = "reward.functions=[{use='numeric', columns={answer='answer.%s'}}]"
+    assert check(function % "of", *settings).error is None
+    with pytest.raises(ConfigError, match="answer has no field off; did you mean of"):
+        check(function % "off", *settings)
+
+
 def test_a_reference_that_the_stage_adds_is_left_to_it(folder):
     function = "reward.functions=[{use='exact_match', columns={answer='prompt_text'}}]"
     assert check(function, "data.limit=null").error is None

@@ -324,14 +324,14 @@ FUNCTIONS: dict[str, Shipped] = {
         numeric,
         "1 if the completion's number is the column `answer`",
         {"tolerance": "relative, 0 is exact"},
-        version=2,
+        version=3,
         reference="answer",
     ),
     "math": Shipped(
         verifiers.math,
         "1 if the completion's mathematical answer equals the column `answer`",
         {},
-        version=2,
+        version=3,
         reference="answer",
     ),
     "choice": Shipped(
@@ -370,7 +370,7 @@ FUNCTIONS: dict[str, Shipped] = {
         verifiers.json_schema,
         "1 if the completion is JSON that the column or argument `schema` allows",
         {"schema": "JSON text or a table", "find": "auto, text or fenced"},
-        version=2,
+        version=3,
         reference="schema",
     ),
     "similarity": Shipped(
@@ -399,6 +399,7 @@ FUNCTIONS: dict[str, Shipped] = {
             "sandbox_url": "a server that runs programs",
             "sandbox_token": "env:NAME",
         },
+        version=2,
         columns=("entry", "language"),
         reference="tests",
         is_quick=False,

@@ -35,6 +35,8 @@ _BETWEEN_BOXES = re.compile(
 )
 # at the end only, since Markdown headings use #### too
 _HASHES = re.compile(r"####[ \t]*+([^\n#]++)\s*+\Z")
+_FENCE = re.compile(r"(?P<before>(?:(?!```).)*)(?P<fence>`{3,})[ \t]*(?P<mark>\w*)(?P<rest>[^`]*)")
+_MARGIN = re.compile(r"[ \t]*(?:(?:[-*+]|[0-9]+[.)])[ \t]+)?")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WHOLE = re.compile(r"([-+−]?[0-9]+)\.0+")
 _TRUTHS = ("true", "false")
@@ -98,6 +100,51 @@ def marked(text: str) -> str | None:
     hashes = _HASHES.search(text)
     places = [box, tagged(text), hashes[1].strip() if hashes else None]
     return next((place for place in places if place is not None), None)
+
+
+def fenced(text: str) -> list[tuple[str, str]]:
+    r"""Return the fenced blocks of `text` that are not empty, each as its mark, lower case, and its
+    content.
+
+    A block ends at the next fence that begins or ends a line; an open one reaches to the end. Its
+    opening fence may be indented or follow the sign of a list item, or stand in a line of prose if
+    it is marked or follows a colon. As much indentation as it has is removed from each line, but
+    never more than the first one has.
+
+    >>> fenced("so\n```Python\nx = 1\n```\nprints:\n ```\n 1")
+    [('python', 'x = 1\n'), ('', '1')]
+    """
+    blocks: list[tuple[str, int, list[str]]] = []
+    fence = ""  # of the block that is open
+    for line in re.split(r"(?<=\n)", text):
+        is_end = False
+        if fence:
+            before, found, after = line.partition(fence)
+            is_end = bool(found) and not (before.strip() and after.strip("` \t\r\n"))
+            fence = "" if is_end else fence
+            if not is_end or before.strip():
+                blocks[-1][2].append(before if is_end else line)
+                continue
+        opening = _FENCE.fullmatch(line)
+        if not opening:
+            continue
+        margin = _MARGIN.fullmatch(opening["before"])
+        is_alone = not opening["rest"].strip()
+        follows_colon = opening["before"].rstrip(" \t*_").endswith(":")
+        # a marked fence opens a block even if the one before was never closed
+        is_marked = is_alone and opening["mark"]
+        if is_marked or (not is_end and (margin or (is_alone and follows_colon))):
+            fence = opening["fence"]
+            blocks.append((opening["mark"].lower(), len(margin[0]) if margin else 0, []))
+    contents = ((mark, most, "".join(lines)) for mark, most, lines in blocks)
+    return [(mark, _outdented(text, most)) for mark, most, text in contents if text.strip()]
+
+
+def _outdented(block: str, most: int) -> str:
+    """Remove the first line's indentation, up to `most` characters, from each line."""
+    first = re.search(r"^[ \t]*(?=\S)", block, re.MULTILINE)
+    width = min(most, len(first[0])) if first else 0
+    return re.sub(rf"^[ \t]{{0,{width}}}", "", block, flags=re.MULTILINE)
 
 
 def number_of(text: str) -> Number | None:

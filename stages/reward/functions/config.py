@@ -26,8 +26,9 @@ class FunctionConfig(ScorerConfig):
     """Keyword arguments for every call. They take precedence over columns of the same name."""
     columns: dict[str, str] = Field(default_factory=dict)
     """Column for each parameter that has another name: `{ answer = "solution" }`.
-    `reward_model.ground_truth` is the field of a column. Parameters left out take the column of
-    their own name."""
+    `reward_model.ground_truth` is the field of a column, whose cells are objects or JSON text of
+    them; a cell without the field gives null. Parameters left out take the column of their own
+    name."""
     completions: Literal["text", "messages"] = "text"
     """Form of a completion: its text, or a chat of one message, as TRL gives it: `[{"role":
     "assistant", "content": text}]`."""

@@ -51,6 +51,30 @@ _REWRITTEN = [
     (re.compile(r"\\frac\s*([0-9])\s*\{"), r"\\frac{\1}{"),
     (re.compile(r"\\frac\s*(\{[^{}]*\})\s*([0-9])"), r"\\frac\1{\2}"),
 ]
+_FUNCTION = r"ln|log|exp|(?:arc)?(?:sin|cos|tan)"
+_KEYBOARD = [  # formulas as programs and plain text write them
+    (re.compile(rf"\\(?:operatorname|mathrm)\s*\{{\s*({_FUNCTION})\s*\}}"), r"\\\1 "),
+    # but not Markdown's **bold**, which has an operand on one side only
+    (
+        re.compile(
+            r"(\\[a-zA-Z]+|(?<![a-zA-Z\\])(?:pi|[a-zA-Z])|[0-9)}\]])( ?)\*\*\2"
+            r"(?=-?[0-9a-zA-Z({\\])"
+        ),
+        r"\1^",
+    ),
+    (re.compile(r"\^(-?[0-9]{2,}|-[0-9a-zA-Z])"), r"^{\1}"),
+    (re.compile(r"(?<![\\a-zA-Z])sqrt ?\(((?:[^()]|\([^()]*\))*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![\\a-zA-Z])sqrt ?([0-9]+|[a-zA-Z](?![a-zA-Z]))"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi"),
+    # a log of 7 days is no formula
+    (
+        re.compile(
+            rf"(?<![\\a-zA-Z])({_FUNCTION})"
+            r"(?=\s?[({^_\\]|[0-9]| (?:[0-9.]++|[a-zA-Z](?![a-zA-Z]))(?! ?[a-zA-Z]{2}))"
+        ),
+        r"\\\1",
+    ),
+]
 _FRACTION = re.compile(
     r"(?:(?P<whole>[0-9])\s?)?\\frac"
     r"\s*\{\s*(?P<above>-?[0-9.,]+)\s*\}\s*\{\s*(?P<below>-?[0-9.]+)\s*\}"
@@ -85,7 +109,7 @@ def plain(text: str) -> str:
     """
     text = _VULGAR.sub(_as_mixed, text)
     text = _RAISED.sub(lambda found: f"^{found[0].translate(_SUPERSCRIPTS)}", text)
-    text = without_wrappers(text.translate(_TRANSLATED))
+    text = without_wrappers(_with_commands(text.translate(_TRANSLATED)))
     for pattern, replacement in _REWRITTEN:
         text = pattern.sub(replacement, text)
     return _FRACTION.sub(_as_slash, text).removeprefix(" ")
@@ -120,7 +144,7 @@ _COMMA_DECIMAL = r"(?<![0-9],)(?<![(\[{])[0-9]+,(?:[0-9]{1,2}|[0-9]{4,})(?![0-9,
 _COMMA_DECIMAL += r"|[0-9]{1,3}(?:\.[0-9]{3})+,[0-9]+(?![0-9,])"
 _CURRENCY = r"(?:[$€£¥₹]\s?)?"
 _NUMBER = re.compile(
-    rf"(?<![A-Za-z0-9_.^\\])(?<![_^]\{{)(?<!\^-)(?P<both>\\pm\s*+)?"
+    rf"(?<![A-Za-z0-9_.^\\])(?<![_^]\{{)(?<!\^-)(?<!\^\{{-)(?P<both>\\pm\s*+)?"
     rf"{_CURRENCY}(?P<sign>[-+])?{_CURRENCY}"
     rf"(?:(?P<mixed>[0-9]+) {{1,2}}(?=[0-9]+/[0-9]))?"
     rf"(?:(?P<comma>{_COMMA_DECIMAL})"
@@ -180,16 +204,23 @@ def only(text: str) -> Number | None:
 
 
 def readable(text: str) -> str:
-    r"""Return `text` with signs that the LaTeX reader does not know (½, −, ×) written as LaTeX.
+    r"""Return `text` with what the LaTeX reader does not know (½, −, ×, pi, x**2, ln(2), sqrt2)
+    written as LaTeX.
 
-    >>> readable("1½ − x"), readable("7.")
-    ('1\\frac{1}{2} - x', '7')
+    >>> readable("1½ − x"), readable("7."), readable("pi*x**2")
+    ('1\\frac{1}{2} - x', '7', '\\pi*x^2')
     """
     text = _VULGAR.sub(_as_frac, text).translate(_TRANSLATED).replace("°", r"^\circ")
+    text = _with_commands(text)
     text = re.sub(r"(?<=[0-9])[eE]([-+]?[0-9]{1,3})(?!\w)", r" \\times 10^{\1}", text)
-    text = re.sub(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = _EAST_ASIAN.sub(" ", text)
     return text.strip().removesuffix(".")
+
+
+def _with_commands(text: str) -> str:
+    for pattern, replacement in _KEYBOARD:
+        text = pattern.sub(replacement, text)
+    return text
 
 
 def _as_frac(found: re.Match[str]) -> str:

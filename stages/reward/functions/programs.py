@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,14 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quiver.schemas.errors import ResourceError, printable
 from quiver.stages.core.threads import map_in_threads
 
+from .answers import fenced
+
 if TYPE_CHECKING:
     from quiver.stages.core.isolation import Limits
     from quiver.stages.core.sandbox import Finished
 
 _HARNESS = Path(__file__).with_name("harness")
-_FENCE = re.compile(
-    r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
-)
 _PYTHON = ("py", "python", "python3")
 _DAY = 86400.0
 Run = Callable[..., "Finished"]
@@ -50,8 +48,8 @@ def code(
         reward_i = passed_i / tests_i            all: reward_i = 1 if passed_i = tests_i else 0
 
     The program is the last fenced block of the completion that is marked python or not marked (an
-    open one reaches to the end); without a fence the whole completion. The column `tests` holds a
-    row's tests, as plain data or as JSON text, in one of these forms:
+    open one reaches to the end; see `answers.fenced`); without one the whole completion. The column
+    `tests` holds a row's tests, as plain data or as JSON text, in one of these forms:
       * A list of {"input": stdin, "output": stdout}, or {"inputs": [...], "outputs": [...]}. The
         program runs once per test and must end with exit code 0. Its output is compared word by
         word, so white space does not count.
@@ -81,10 +79,12 @@ def code(
     Ways to game it: Expected outputs stay out of the sandbox, or in a process that the program
     cannot read. So leaving early, patching builtins, printing a verdict or overriding == gains
     nothing. But a program may answer only the inputs that it is given. A test that hands its
-    expectation to the program (`f(x).startswith("a")` with an object of f's own, `a == b` of two
-    such objects) relies on the program's word. Isolation "process" does not keep a program from
-    reading the tests out of the judge's memory. Tests fail if they need a class of the program as a
-    base or in `isinstance`, or hand it objects of their own classes.
+    expectation to the program (`f(x).startswith("a")` with an object of f's own, `a == b` or
+    `a + b` of two such objects) relies on the program's word. Isolation "process" does not keep a
+    program from reading the tests out of the judge's memory. Tests fail if they need a class of the
+    program as a base or in `isinstance`, hand it objects of their own classes, use an operator
+    between an object of the program and plain data (`V(1) * 2`), or rely on a `with` that swallows
+    errors.
 
     Raises:
         ValueError: The tests cannot be read.
@@ -136,7 +136,7 @@ def extract(completion: str) -> str:
     >>> extract(f"First:\\n{first}then\\n{last}prints\\n```text\\n2\\n```"), extract("x = 3")
     ('x = 2\\n', 'x = 3')
     """
-    blocks = [text for mark, text in _FENCE.findall(completion) if mark.lower() in ("", *_PYTHON)]
+    blocks = [text for mark, text in fenced(completion) if mark in ("", *_PYTHON)]
     return blocks[-1] if blocks else completion
 
 

@@ -18,7 +18,7 @@ from quiver.schemas.errors import ConfigError
 from quiver.schemas.plain import no_constant, no_key_twice
 
 from . import plain_numbers
-from .answers import as_text, boxed, has_words, is_exactly, marked, score_each
+from .answers import as_text, boxed, fenced, has_words, is_exactly, marked, score_each
 
 _INTEGER = re.compile(r"-?[0-9]{1,15}")
 _BOXED_INTEGER = re.compile(r"\\boxed\{\s*(-?[0-9]{1,15})\s*\}")
@@ -28,7 +28,6 @@ _DATE = re.compile(
 )
 _LETTER = re.compile(r"\(([A-Za-z])\)")
 _AROUND = " \t\n*_`.$"
-_FENCED = re.compile(r"```[ \t]*(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
@@ -43,9 +42,10 @@ def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None
     side are one answer, so \boxed{1}\boxed{2} is 1, 2 and not 2. If both sides are a single number,
     they are compared as in `numeric`. Identical texts are always equal.
 
-    An answer without LaTeX marks is read as a formula. A null answer gives None. An answer that
-    cannot be read (a list, a date) is an error of the row; a completion that cannot be read is
-    wrong, 0. Units are not compared. Formulas that take sympy for ever end by the row's time limit.
+    An answer without LaTeX marks is read as a formula, in which pi, ln, log (of base 10), exp, sin,
+    cos, tan, sqrt and ** are known. A null answer gives None. An answer that cannot be read (a
+    list, a date) is an error of the row; a completion that cannot be read is wrong, 0. Units are
+    not compared. Formulas that take sympy for ever end by the row's time limit.
 
     Reference: https://github.com/huggingface/Math-Verify
 
@@ -126,8 +126,8 @@ def json_schema(
         schema: A column of the rows (JSON text or a struct; null gives None), or one for all rows
             in `arguments`. `$schema` names its draft; default: 2020-12. An invalid schema is an
             error of the row. `$ref` reaches nothing outside the schema.
-        find: `text` (the whole completion), `fenced` (the last ``` block, nothing found is 0) or
-            `auto` (the last block if there is one).
+        find: `text` (the whole completion), `fenced` (the last ``` block that is marked json or not
+            marked; nothing found is 0) or `auto` (the last such block if there is one).
 
     Reference: https://json-schema.org/draft/2020-12
 
@@ -144,7 +144,8 @@ def json_schema(
 def _json(text: str, schema: Any, find: str) -> float:
     schema = schema if isinstance(schema, str) else json.dumps(_without_nulls(schema))
     validator = _validator(schema)  # first, so that a bad schema is an error for every completion
-    blocks = _FENCED.findall(text) if find != "text" else []
+    marks = ("", "json") if find != "text" else ()
+    blocks = [block for mark, block in fenced(text) if mark in marks]
     if find == "fenced" and not blocks:
         return 0.0
     try:

@@ -52,7 +52,7 @@ class FunctionScorer(Function):
         """Raise ConfigError unless the function exists, can work here, and everything that it needs
         is offered or among `columns`."""
         about = self._pool.describe(self)
-        require(self.config, about.needs, columns)
+        require(self.config, about, columns)
         if self.config.is_shipped:
             function = shipped(self.config.use).function
             try:  # on no rows, so that errors show before anything is generated

@@ -153,6 +153,18 @@ def test_json_under_a_schema():
         ("{}", "auto", 0.0),
         ("[" * 100_000, "auto", 0.0),
         ("", "auto", 0.0),
+        ('```python\nprint(1)\n```\nThen:\n```json\n{"a": 1}\n```\n', "auto", 1.0),
+        ('```bash\nls\n```\n\n```\n{"a": 1}\n```', "auto", 1.0),
+        ('```json\n{"a": 1}\n```\nis what\n```bash\nls\n```\nprints', "auto", 1.0),
+        ('```json\r\n{"a": 1}\r\n```\r\n', "fenced", 1.0),
+        ('```json\n{"b": "```sh\\nls\\n```", "a": 1}\n```', "auto", 1.0),
+        ('so:\n```json\n{"a": 1}```\nDone', "auto", 1.0),
+        ('so: ```json\n{"a": 1}```', "auto", 1.0),
+        ('- ```json\n  {"a": 1}\n  ```', "auto", 1.0),
+        ('```markdown\n```json\n{"a": 1}\n```\n```', "auto", 1.0),
+        ('````markdown\n```json\n{"a": 1}\n```\n````\n{"a": 1}', "auto", 0.0),
+        ('```json\n{"a": "x"}\n```\n```python\n{"a": 1}\n```', "auto", 0.0),
+        ('```python\n{"a": 1}\n```\n', "fenced", 0.0),
     ):
         assert verifiers.json_schema([text], schema, find) == [expected]
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from quiver.schemas.cells import json_array
 from quiver.schemas.errors import ConfigError, RewardError
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool.habits import require_sent
@@ -119,6 +120,57 @@ def test_what_is_missing_is_told_before_anything_runs():
             preview(Config(functions=[section]), columns)
     with pytest.raises(ValueError, match="style applies only to your own function"):
         FunctionConfig(use="numeric", style="verl")
+
+
+def test_a_misspelt_parameter_of_columns_is_refused_as_of_arguments():
+    """A function with **kwargs may take any, and an argument may stand beside a column."""
+    numeric = {"answer": "solution"}
+    for section, words in (
+        (function("numeric", columns={**numeric, "answers": "solution"}), "answers; did you mean"),
+        (function("numeric", columns={**numeric, "tolerance": "solution"}), "no column tolerance"),
+        (function("trl_async", columns={"log_extra": "solution"}), None),
+        (function("trl_format", columns={"refrence": "solution"}), None),
+        (
+            function("compute_score", style="verl", columns={"extra_inf": "solution"}),
+            "takes no column extra_inf; did you mean extra_info",
+        ),
+    ):
+        columns = ["solution", "answer", *VERL_ROWS]
+        if words is None:
+            preview(Config(functions=[section]), columns)
+        else:
+            with pytest.raises(ConfigError, match=words):
+                preview(Config(functions=[section]), columns)
+
+
+def test_a_field_that_no_row_can_have_is_refused(score, sample, column):
+    """A struct has the same fields in every row; objects of JSON may each have their own."""
+    misspelt = function("numeric", columns={"answer": "reward_model.ground_truht"})
+    rows = {"reward_model": [{"ground_truth": "7", "of": {"x": "7"}}]}
+    with pytest.raises(ConfigError, match=r"no field ground_truht; did you mean ground_truth\?"):
+        score(sample([["7", "6"]], rows), misspelt)
+    deep = function("numeric", columns={"answer": "reward_model.of.y"})
+    with pytest.raises(ConfigError, match=r"reward_model\.of has no field y"):
+        score(sample([["7", "6"]], rows), deep)
+    optional = function("numeric", columns={"answer": "info.hint"})
+    unlike = {"info": json_array([{"hint": "7"}, {"level": 3}, None]).chunk(0)}
+    scored = score(sample([["7", "6"], ["7"], ["7"]], unlike), optional)
+    assert column(scored) == {"0-0": 1.0, "0-1": 0.0, "1-0": None, "2-0": None}
+
+
+def test_fields_of_json_text(score, sample, column):
+    """As a CSV file holds verl's rows."""
+    rows = {**VERL_ROWS, "reward_model": [*map(json.dumps, VERL_ROWS["reward_model"])]}
+    verl = function("compute_score", style="verl")
+    numeric = function("numeric", columns={"answer": "reward_model.ground_truth"})
+    version = score(sample([["#### 7", "#### 6"], ["#### 8"], ["#### 8"]], rows), numeric)
+    assert column(version) == {"0-0": 1.0, "0-1": 0.0, "1-0": 1.0, "2-0": 0.0}
+    two = {name: cells[:2] for name, cells in rows.items()}
+    version = score(sample([["#### 7"], ["#### 6"]], two), verl)
+    assert column(version) == {"0-0": 1.0, "1-0": 0.0}
+    no_objects = {**rows, "reward_model": ["7", "none", "{"]}
+    with pytest.raises(ConfigError, match=r"column reward_model holds no objects"):
+        score(sample([["7"], ["7"], ["7"]], no_objects), numeric)
 
 
 def test_a_request_without_the_prompt_s_ids_says_where_they_are_asked_for():

@@ -61,12 +61,29 @@ COMPLETIONS = {
     "cut by its length": "thus ```x``` is\n```python\nx = 1\n",
     "with a title": '```python title="a.py"\nx = 1\n```',
     "no fence": "x = 1\n",
+    "closed behind its last line": "```python\nx = 1```\nDone",
+    "mentioned fences": "```python\nx = 1\n```\nIt ends with ```\nDone",
+    "in a list": "1. ```python\n   x = 1\n   ```\n2. ```text\n   x\n   ```",
+    "an open block before": "```text\n1\n\n```python\nx = 1\n```",
+}
+INDENTED = {
+    "a list's item": "1. so\n   ```python\n   if x:\n\n       y\n   ```",
+    "the program is indented less": "     ```python\n  if x:\n\n      y\n     ```",
+    "its fence alone": "    ```python\nif x:\n\n    y\n    ```",
+    "behind an item's sign": "- ```python\n  if x:\n\n      y\n  ```",
+    "tabs": "\t```python\n\tif x:\n\t\n\t    y\n\t```",
+    "in a line of prose": "The program: ```python\nif x:\n\n    y\n```",
+    "by carriage returns": "  ```python\r\n  if x:\r\n\r\n      y\r\n  ```\r\n",
 }
 
 
 def test_the_program_in_a_completion():
     for name, completion in COMPLETIONS.items():
         assert extract(completion).strip() == "x = 1", name
+    for name, completion in INDENTED.items():
+        assert extract(completion).splitlines() == ["if x:", "", "    y"], name
+    program = 'x = """\nbetween ``` and ```\nor """ + "```"\n'
+    assert extract(f"```python\n{program}```") == program
 
 
 # -- what the tests are
@@ -232,6 +249,59 @@ s.size = 7
 assert s.size == 7
 assert Point(1) == Point(1) and Point(1) != Point(2)
 assert Point(3).x > 2
+""",
+    ),
+    "operators": (
+        1.0,
+        """
+class V:
+    def __init__(self, x):
+        self.x = x
+    def __add__(self, other):
+        return V(self.x + other.x)
+    def __mul__(self, other):
+        return self.x * other.x
+    def __lt__(self, other):
+        return self.x < other.x
+    def __eq__(self, other):
+        return self.x == other.x
+    def __hash__(self):
+        return hash(self.x)
+    def __neg__(self):
+        return V(-self.x)
+    def __abs__(self):
+        return abs(self.x)
+    def __int__(self):
+        return self.x
+    def __float__(self):
+        return self.x / 2
+    def __round__(self, digits=0):
+        return digits
+    def __enter__(self):
+        return self
+    def __exit__(self, *error):
+        self.x = error
+        return True
+class Count(int):
+    pass
+""",
+        """
+assert (V(1) + V(2)).x == 3
+assert V(2) * V(3) == 6
+assert V(1) < V(2) and not V(2) < V(1) and V(2) > V(1)
+assert max(V(1), V(3), V(2)).x == 3 and [v.x for v in sorted([V(2), V(1)])] == [1, 2]
+assert (-V(1)).x == abs(V(-1)) * -1 == -1
+assert int(V(3)) == 3 and float(V(3)) == 1.5 and round(V(3), 2) == 2
+assert len({V(1), V(1)}) == 1 and {V(1): 7}[V(1)] == 7 and V(3) in {V(3)}
+with V(1) as v:
+    assert v.x == 1
+assert v.x == (None, None, None)
+try:
+    V(1) - V(2)
+    assert False
+except TypeError:
+    pass
+assert Count(3) + 1 == 4 and 1 - Count(3) == -2 and Count(3) in {3}
 """,
     ),
     "the main block is left out": (
@@ -407,6 +477,42 @@ def double(x):
 @pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS)
 def test_cheating_wins_nothing(program):
     assert code([program], [ASSERTS], timeout_seconds=1.5) == [0.0]
+
+
+WILLING = """
+class Willing:
+    def __exit__(self, *error):
+        return True
+    def __enter__(self):
+        return self
+    def __hash__(self):
+        return 4
+    def agree(self, other):
+        return 0
+    def equal(self, other):
+        return True
+    for name in "sub rsub truediv rtruediv mod rmod xor rxor".split():
+        locals()[f"__{name}__"] = agree
+    for name in "eq lt le gt ge contains".split():
+        locals()[f"__{name}__"] = equal
+def double(x):
+    return Willing()
+"""
+
+
+def test_operators_with_what_a_test_expects_win_nothing():
+    tests = [
+        "assert abs(double(2) - 4) < 1e-6",
+        "assert 4 - double(2) == 0",
+        "assert not double(2) ^ 4",
+        "assert double(2) % 4 == 0",
+        "assert double(2) <= 4",
+        "assert double(2) in {4}",
+        "assert 4 in double(2)",
+        "assert {double(2): 1}[4]",
+        "with double(2):\n    assert double(2) == 4",
+    ]
+    assert code([WILLING] * len(tests), tests) == [0.0] * len(tests)
 
 
 @pytest.mark.parametrize("name", ["leave by sys.exit", "leave by os._exit", "leave when called", "be equal to everything",
