@@ -9,8 +9,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 from pydantic import ValidationError
 
+from quiver.flows.cli.main import app
 from quiver.flows.cli.shared import say, to_json
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
@@ -166,6 +168,18 @@ def test_ppo_needs_no_group_and_a_stop_string_leaves_the_distribution_as_it_is(r
     settings = ["generate.samples_per_prompt=1", "optimize.algorithm=ppo"]
     loaded = load(recipe, [*settings, 'generate.sampling.stop=["</answer>"]'])
     assert loaded.optimize_config().resolved().aggregation == "token_mean"
+
+
+@pytest.mark.parametrize("number", [-1, 99999999999999999999])
+def test_a_number_that_no_round_has_is_told(recipe, number):
+    loaded = load(recipe)
+    for config in (loaded.prompt_config, loaded.generate_config):
+        with pytest.raises(ConfigError, match="round"):
+            config(number)
+    for stage in ("prompt", "generate", "reward", "logprobs", "optimize", "evaluate"):
+        command = typer.main.get_command(app).commands[stage]
+        with pytest.raises(typer.BadParameter, match="Input should be"):
+            command.make_context(stage, [str(recipe), "--iteration", str(number)])
 
 
 @pytest.mark.parametrize("setting", ["x", "=1", "run.x=1"])
