@@ -3,8 +3,8 @@ could not see. Look here if a deployed recipe names a missing file.
 
 A worker runs in another folder, perhaps on another host or in a container. So relative paths are
 taken from the folder of the command, and files that must exist are checked at once. Values that are
-no paths stay as they are: hub ids, `package:…`, `datasets:…`, Quiver's own functions, installed
-modules, and the arguments of the user's functions.
+no paths stay as they are: hub ids, `package:…`, `datasets:NAME`, Quiver's own functions, installed
+modules, commands of MCP servers, and the arguments of functions and of vLLM.
 
     recipe, paths = make_absolute(load("recipe.toml"), "work pool gpu")
     check_visible(paths, mounts=("/srv/quiver",), where="work pool gpu (docker)")
@@ -32,6 +32,9 @@ from quiver.stages.turns.environment_config import ENVIRONMENTS, TOOLS
 
 Paths = dict[str, Path]
 """Absolute paths by the key that names them, such as `data.source`."""
+_DATASETS = "datasets:"
+_MADE_LATER = ("store", "optimize.tracker_folder")
+"""Keys of folders that a run makes."""
 Reading = tuple[Path | None, str]
 """The path in a text, and what follows it, such as `:function`. None: the text is no path."""
 
@@ -43,8 +46,8 @@ def make_absolute(
 
     Args:
         folder: Folder of relative paths. Default: the current folder.
-        must_exist: If false, files may lie in a container image and are not checked. The store
-            never needs to exist yet.
+        must_exist: If false, files may lie in a container image and are not checked. The store and
+            the trackers' folder never need to exist yet.
 
     Raises ConfigError if a path is missing, or if a module is found only in the current folder.
     """
@@ -61,9 +64,11 @@ def make_absolute(
                 _check_importable(name, holder[last], where)
                 continue
             paths[name] = path
-            holder[last] = f"{path}{function}"
+            before = _DATASETS if holder[last].startswith(_DATASETS) else ""
+            holder[last] = f"{before}{path}{function}"
             # a file named after a night may not exist yet
-            if must_exist and name != "store" and NIGHT not in str(path) and not path.exists():
+            is_made_later = name in _MADE_LATER or NIGHT in str(path)
+            if must_exist and not is_made_later and not path.exists():
                 raise ConfigError(
                     f"{name} {printable(path)}",
                     "there is no such file or folder",
@@ -128,8 +133,9 @@ def _model(text: str) -> Reading:
 
 
 def _rows(text: str) -> Reading:
-    is_file = Path(text).suffix in SUFFIXES and not text.startswith("datasets:")
-    return _path(text) if is_file else _code(text)
+    if text.startswith(_DATASETS):  # a folder, or a hub id
+        return _model(text.removeprefix(_DATASETS))
+    return _path(text) if Path(text).suffix in SUFFIXES else _code(text)
 
 
 def _interpreter(text: str) -> Reading:
@@ -138,19 +144,16 @@ def _interpreter(text: str) -> Reading:
     return _path(text if "/" in text else shutil.which(text) or text)
 
 
-PATHS: dict[str, Callable[[str], Reading]] = {
+_PATHS: dict[str, Callable[[str], Reading]] = {
     "store": _path,
     "policy.model": _model,
     "data.source": _rows,
-    "data.held_out.source": _rows,
     "prompt.template": _path,
     "generate.engine": _code,
     "generate.options.script": _code,
     "generate.turns.environment": _code,
     "generate.turns.tools.*": _code,
     "generate.turns.parser": _code,
-    "evaluate.generate.engine": _code,
-    "evaluate.generate.options.script": _code,
     "reward.functions.*.use": _code,
     "reward.functions.*.arguments.model": _model,
     "reward.functions.*.arguments.sandbox_python": _interpreter,
@@ -158,7 +161,16 @@ PATHS: dict[str, Callable[[str], Reading]] = {
     "reward.models.*.template": _path,
     "optimize.algorithm": _code,
     "optimize.critic_from": _model,
+    "optimize.tracker_folder": _path,
     "placement.python.*": _interpreter,
+}
+_HELD_OUT = {"generate.": "evaluate.generate.", "data.": "data.held_out."}
+"""Sections whose keys may have other values for the held-out rows, and where these are."""
+PATHS = _PATHS | {
+    held_out + key.removeprefix(section): kind
+    for section, held_out in _HELD_OUT.items()
+    for key, kind in _PATHS.items()
+    if key.startswith(section)
 }
 """Reader of every key of a recipe that may name a path."""
 

@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import LineageError
 from quiver.schemas.manifest import Manifest
+from quiver.stages.core.config import parse
 from quiver.stages.core.lineage import open_input
 from quiver.stages.core.store import Store, Version
 from quiver.stages.evaluate import within_groups
@@ -54,7 +55,7 @@ def by_recipe(recipe: Recipe, run: str, num_prompts: int) -> Judge:
     """Score a part of the rollouts with the [reward] of a recipe, inside of `by_hand(recipe)`."""
     check_places(recipe.placement, recipe.store)
     store = Store(recipe.store)
-    config = subset.Config(prompts=num_prompts)
+    config = parse(subset.Config, {"prompts": num_prompts}, "audit")
 
     def judge(rollouts: Version) -> Version | None:
         into = f"{run}.audit"

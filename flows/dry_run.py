@@ -64,6 +64,10 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
     }
     if recipe.data.held_out is not None:
         changes["data"]["held_out"] = {"limit": _few(recipe.data.held_out.get("limit"))}
+    refill = recipe.data.refill
+    if refill is not None:  # cut as the rows are, so that it takes as many rounds
+        few = refill.groups * _few(recipe.data.limit) // recipe.data.limit
+        changes["data"]["refill"] = {"groups": max(few, 1)}
     sections = merge(sections, changes)
     for section in (sections["generate"], sections["evaluate"]["generate"]):
         section["options"] = {}  # They belong to the recipe's engine.

@@ -262,13 +262,13 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
         "candidate": candidate,
         "rewards": last.rounds[0].rewards,
         "iteration": recipe.iterations,
+        # without it, a later night could not know that [data] refill took more than one each
+        "round": last.rounds[-1].number,
         "evaluation": evaluation,
         **judgement.numbers,
         "watch": distance.beyond_limits,
         "moved": distance.numbers,
     }
-    if recipe.data.refill is not None:
-        about["round"] = last.rounds[-1].number
     why = judgement.why
     if far:
         reason = "it moved far from the policy in use"

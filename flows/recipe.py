@@ -325,7 +325,8 @@ class Recipe(Config):
             "turns": generate.turns and generate.turns.alone(),
             **self.prompt.model_dump(exclude_defaults=True),
         }
-        return PromptConfig(**source.model_dump(exclude={"held_out", "refill"}), **fields)
+        rows = source.model_dump(exclude={"held_out", "refill"})
+        return parse(PromptConfig, {**rows, **fields}, "prompt")
 
     def generate_config(self, round: int, *, evaluation: bool = False) -> GenerateConfig:
         """Return the generate stage's config for a round, counted from 1, or for evaluation.

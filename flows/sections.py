@@ -10,6 +10,7 @@ Not of the spine: each key is documented below its field, and `quiver keys` list
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from typing import Annotated, Any, Literal, get_args
 
@@ -333,8 +334,9 @@ def put_setting(section: dict[str, Any], setting: str) -> None:
     """
     key, equals, text = setting.partition("=")
     if not equals or not key:
+        shown = re.match(r"[\w.]*", setting)[0]  # what follows the key may be a secret
         raise ConfigError(
-            f"--set {printable(setting)}",
+            f"--set {printable(shown)}",
             "expected KEY=VALUE",
             next="write it like --set optimize.learning_rate=1e-6",
         )

@@ -76,7 +76,7 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
                 cell_type = cell_type.value_type
             if pa.types.is_struct(cell_type):  # A null field means nothing.
                 pairs = ([without_nulls(cell or {}) for cell in pair] for pair in pairs)
-            if count := sum(before != after for before, after in pairs):
+            if count := sum(not _are_equal(before, after) for before, after in pairs):
                 changed[name] = count
     differences["rows"] = {
         "only_first": table_a.num_rows - num_shared,
@@ -90,3 +90,15 @@ def diff(store: Store, first: str, second: str) -> dict[str, Any]:
         rewards = [table["reward"].to_numpy() for table in (shared_a, shared_b)]
         differences["rewards"] = changes(groups, *rewards)
     return differences
+
+
+def _are_equal(before: Any, after: Any) -> bool:
+    """Return True if two cells are equal. NaN, which a user's column may hold, equals itself."""
+    if before == after or (before != before and after != after):  # noqa: PLR0124
+        return True
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = before.keys()
+        return names == after.keys() and all(_are_equal(before[key], after[key]) for key in names)
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after) and all(map(_are_equal, before, after))
+    return False

@@ -261,7 +261,7 @@ def _stage_command(name: str, help: str) -> Callable[..., None]:
         ] = None,
         policy: Annotated[str | None, NamedVersion] = None,
         iteration: Annotated[
-            int, typer.Option(help="iteration whose prompts and seeds to use")
+            int, typer.Option(help="iteration whose prompts and seeds to use", min=0, max=2**63 - 1)
         ] = 1,
         into: Annotated[
             str | None, typer.Option(help="optimize: run of the new policy; default: the recipe's")

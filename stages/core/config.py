@@ -60,7 +60,9 @@ def _not_truth(number: Any) -> Any:
 class Config(BaseModel):
     """A typed section of a recipe."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -235,10 +237,16 @@ def _explain(
             expected = _EXPECTED.get(entry["type"], entry["msg"])
             message = cause.message if isinstance(cause, ConfigError) else expected
             problem = printable(message.removeprefix("Value error, "))
+            is_table = entry["type"] in ("model_type", "dict_type")
             if entry["type"] in ("tuple_type", "list_type") and isinstance(entry["input"], dict):
                 problem = f"is one table, expected a list of them: write [[{key}]]"
-            if entry["type"] != "value_error" or not isinstance(entry["input"], dict):
+            elif is_table and isinstance(entry["input"], list):
+                problem = "is a list, expected one table"
+                problem += f": write [{key}]" if path == key else ""
+            if not (is_table or place.section) and _is_flat(entry["input"]):
                 problem += f", got {printable(repr(entry['input']))}"
+            elif isinstance(entry["input"], str):
+                problem += ", got a text"
             if path:  # the object of the error names the whole
                 problem = f"{path}: {problem}"
         problems.append(problem)
@@ -247,6 +255,12 @@ def _explain(
     if keys_to_read[0] and (prefix or name.startswith("recipe ")):
         next_step = f"quiver keys {keys_to_read[0]}"
     return ConfigError(name, "; ".join(problems), next=next_step)
+
+
+def _is_flat(given: Any) -> bool:
+    """Return True if no table is in `given`: a table may hold a secret, which no message shows."""
+    members = given if isinstance(given, list | tuple) else [given]
+    return not any(isinstance(member, dict | list | tuple) for member in members)
 
 
 class _Place(NamedTuple):

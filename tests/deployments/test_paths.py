@@ -3,16 +3,16 @@ and nothing else is touched."""
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
 from quiver.deployments.paths import PATHS, check_visible, make_absolute
-from quiver.flows.recipe import Recipe, load
+from quiver.flows.keys import sections
+from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError
-from quiver.stages.core.config import descriptions
 from quiver.stages.core.store import Store
 from tests.flows.conftest import QUICK, write_recipe
 from tests.writing import run_iteration
@@ -74,6 +74,18 @@ def test_a_deployed_run_finds_what_the_shell_made(folder):
             "optimize={algorithm='ppo', critic='model', critic_from='model'}",
             ("optimize", "critic_from"),
         ),
+        ("data.source='datasets:./model'", ("data", "source")),
+        ("data.source='datasets:model'", ("data", "source")),
+        ("data.held_out.source='datasets:./model'", ("data", "held_out", "source")),
+        ("optimize.tracker_folder='model'", ("optimize", "tracker_folder")),
+        *(
+            (f"evaluate.generate={{turns={{{turns}}}}}", ("evaluate", "generate", "turns", *key))
+            for turns, key in [
+                ("environment='rewards.py:Guess'", ["environment"]),
+                ("tools=['python', 'rewards.py:look']", ["tools", 1]),
+                ("tools=['python'], parser='rewards.py:parse'", ["parser"]),
+            ]
+        ),
         ("reward.models=[{model='model'}]", ("reward", "models", 0, "model")),
         (
             "reward.functions=[{use='similarity', arguments={model='model'}}]",
@@ -88,6 +100,7 @@ def test_paths_in_other_sections(folder, setting, key):
     found = resolved(setting)
     for part in key:
         found = found[part]
+    found = found.removeprefix("datasets:")
     assert found.startswith(f"{folder}/") and Path(found.partition(":")[0]).exists()
     assert (
         not found.endswith(os.path.basename(os.path.realpath(sys.executable)))
@@ -159,32 +172,33 @@ def _inline(section: dict) -> str:
     return "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in section.items()) + "}"
 
 
+def test_the_folder_of_trackers_need_not_be_there_yet(folder):
+    recipe, paths = make_absolute(load("recipe.toml", ["optimize.tracker_folder=logs"]), "a pool")
+    assert recipe.optimize.tracker_folder == f"{folder}/logs"
+    assert paths["optimize.tracker_folder"] == folder / "logs"
+
+
+NO_PATHS = {
+    *("run", "report_url", "policy.arguments", "policy.source_hash", "data.split", "data.images"),
+    *("data.source_sha256", "generate.code_sha256", "generate.turns.parser_fingerprint"),
+    *("reward.models.question", "reward.servers.urls", "optimize.algorithm_source"),
+    "placement.generate",
+}
+"""Keys whose meaning speaks of files, and that name none."""
+
+
 def test_every_field_that_may_name_a_file_is_known():
-    """A field of the recipe whose description speaks of a file, a directory or a folder is in the
-    table of paths."""
-    words, found = ("directory", ".py:", "File ", "Folder ", "Interpreter", ".jsonl"), set()
-
-    def walk(model: type[BaseModel], before: str) -> None:
-        for name, field in model.model_fields.items():
-            key = f"{before}{name}"
-            inner = [
-                part
-                for part in (field.annotation, *getattr(field.annotation, "__args__", ()))
-                if isinstance(part, type)
-            ]
-            for part in inner:
-                if issubclass(part, BaseModel):
-                    walk(part, f"{key}.*." if "tuple" in str(field.annotation) else f"{key}.")
-            description = descriptions(model).get(name, "")
-            if any(word in description for word in words) and str in inner:
-                is_one = not any(kind in str(field.annotation) for kind in ("dict", "tuple"))
-                found.add(key if is_one else f"{key}.*")
-
-    walk(Recipe, "")
-    assert {
-        "policy.model",
-        "data.source",
-        "placement.python.*",
-        "reward.models.*.template",
-    } <= found, "the search finds fields"
-    assert found - set(PATHS) == set()
+    """A key of a recipe whose meaning speaks of files, folders or code is in the table of paths,
+    and so is the same key for the held-out rows."""
+    words = re.compile(r"\bfiles?\b|folder|director|\bpath|interpreter|module:", re.IGNORECASE)
+    found = {
+        key.name
+        for section in sections()
+        for key in section.keys
+        if re.search("text|table", key.type) and words.search(key.description)
+    }
+    known = {key.replace(".*", "") for key in PATHS}
+    assert found - known == NO_PATHS
+    for of_rows, section in (("evaluate.generate.", "generate."), ("data.held_out.", "data.")):
+        keys = {key.removeprefix(section) for key in found - NO_PATHS if key.startswith(section)}
+        assert keys and {of_rows + key for key in keys} <= known

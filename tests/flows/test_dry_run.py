@@ -74,6 +74,15 @@ def test_the_rehearsal_of_the_demo_is_small_and_keeps_what_decides():
     assert tried.retention.keep is None, "what was made is looked at afterwards"
 
 
+@pytest.mark.parametrize(("groups", "rehearsed"), [(64, 4), (128, 8), (256, 16), (40, 2), (1, 1)])
+def test_a_refill_is_cut_as_its_rows_are(groups, rehearsed):
+    """It takes as many rounds at least, and never more than it may."""
+    settings = ["data.limit=64", f"data.refill={{groups={groups}, max_rounds=4}}"]
+    tried = rehearsal(Recipe.load("deployments/recipes/demo.toml", settings), "elsewhere")
+    assert (tried.data.limit, tried.data.refill.groups) == (4, rehearsed)
+    assert tried.data.refill.max_rounds == 4
+
+
 def test_the_small_model_needs_no_reference_or_classifier_of_the_recipes():
     """They are of the size of the recipe's own model, and in its store."""
     changes = ["reference.policy=teacher/policy@0", "optimize.kl_coef=0.1"]

@@ -78,7 +78,8 @@ def recipe(tmp_path):
 def setting(name: str, text: str) -> str:
     section, _, leaf = name.rpartition(".")
     if section in WITHIN:
-        return WITHIN[section] % f"{leaf}={text}"
+        without = re.sub(rf"\b{leaf}=[^,]*,", "", WITHIN[section])  # no key may be there twice
+        return without % f"{leaf}={text}"
     return f"{name}={text}"
 
 

@@ -16,6 +16,7 @@ from quiver.flows.look.describe import score_line
 from quiver.flows.look.episodes import pieces_of
 from quiver.flows.look.lineage import origin_of
 from quiver.flows.look.stage import default_path
+from quiver.schemas import fields, prompts
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.manifest import from_json
 from quiver.schemas.refs import Ref
@@ -241,6 +242,27 @@ def test_errors_that_nobody_has_do_not_differ(tmp_path):
     second = world.write_rewards(store, rollouts, world.even_share, "other", names=("g",))
     changed = diff(store, str(first.ref), str(second.ref))["rows"]["changed"]
     assert changed == {"parts": 8}
+
+
+def test_no_number_differs_from_none_and_not_from_itself(tmp_path):
+    """In a user's columns: in a list and below a key too."""
+    store = Store(tmp_path / "store")
+    nan = float("nan")
+    first = {"x": [nan, 1.0, nan], "y": [[nan, 2.0]] * 3, "z": [{"deep": nan}] * 3}
+    for cells in (first, first, {**first, "x": [nan, nan, 1.0]}, {**first, "y": [[nan]] * 3}):
+        rows = pa.array(
+            [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
+        )
+        ids, texts = [f"g{index}" for index in range(3)], ["?"] * 3
+        columns = [ids, pa.nulls(3, prompts.MESSAGES), texts, [[5]] * 3, rows]
+        schema = fields.with_struct(prompts.SCHEMA, columns=rows.type)
+        table = pa.table(columns, names=schema.names).cast(schema)
+        write_version(store, "prompts", "prompt", table)
+    changed = [
+        diff(store, "bench/prompts@1", f"bench/prompts@{number}")["rows"]["changed"]
+        for number in (2, 3, 4)
+    ]
+    assert changed == [{}, {"columns": 2}, {"columns": 3}]
 
 
 NOTED = {"note": "a half the rate\nfor the night" + " and the day after it" * 3}

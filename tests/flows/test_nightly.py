@@ -101,6 +101,8 @@ def test_what_is_better_is_promoted_and_what_is_worse_is_not(store, nights):
         (base, first, "night one"),
         (first, first, "night two"),
     ]
+    # the next night goes on behind it, whether or not [data] refill is set then
+    assert [entry.about.get("round") for entry in entries] == [None, 1, 2]
     assert entries[2].about["candidate"] == second and entries[2].why == nights[1]["why"]
 
 

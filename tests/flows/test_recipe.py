@@ -5,13 +5,18 @@ import contextlib
 import json
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+import typer
+from pydantic import ValidationError
 
+from quiver.flows.cli.main import app
 from quiver.flows.cli.shared import say, to_json
 from quiver.flows.recipe import Recipe, load
 from quiver.schemas.errors import ConfigError
+from quiver.stages.core.config import parse
 from quiver.stages.core.names_elsewhere import KEYS
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.optimize.stage import Config as OptimizeConfig
@@ -165,10 +170,56 @@ def test_ppo_needs_no_group_and_a_stop_string_leaves_the_distribution_as_it_is(r
     assert loaded.optimize_config().resolved().aggregation == "token_mean"
 
 
+@pytest.mark.parametrize("number", [-1, 99999999999999999999])
+def test_a_number_that_no_round_has_is_told(recipe, number):
+    loaded = load(recipe)
+    for config in (loaded.prompt_config, loaded.generate_config):
+        with pytest.raises(ConfigError, match="round"):
+            config(number)
+    for stage in ("prompt", "generate", "reward", "logprobs", "optimize", "evaluate"):
+        command = typer.main.get_command(app).commands[stage]
+        with pytest.raises(typer.BadParameter, match="Input should be"):
+            command.make_context(stage, [str(recipe), "--iteration", str(number)])
+
+
 @pytest.mark.parametrize("setting", ["x", "=1", "run.x=1"])
 def test_a_setting_that_is_none(recipe, setting):
     with pytest.raises(ConfigError, match="--set"):
         load(recipe, [setting])
+
+
+SECRET = "sk-canary-77d0"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (f"[reward.servers]\ntoken='{SECRET}'", "write [[reward.servers]]"),
+        (f"[[reward.servers.x]]\ntoken='{SECRET}'", "write [[reward.servers]]"),
+        (f"[[generate.options]]\ntoken='{SECRET}'", "generate.options: "),
+        (f"[[generate]]\n[[generate.options]]\ntoken='{SECRET}'", "write [generate]"),
+        (f"[[evaluate.generate]]\noptions={{token='{SECRET}'}}", "write [evaluate.generate]"),
+        (f"[reward]\nservers=[[{{token='{SECRET}'}}]]", "reward.servers.0: is a list"),
+        (f"[reward]\nservers=\"[{{token='{SECRET}'}}\"", "reward.servers: expected a list"),
+        (f"[generate]\noptions=\"{{token='{SECRET}'\"", "generate.options: expected a table"),
+        (f"[generate]\nsampling=\"{{token='{SECRET}'\"", "generate.sampling: expected a table"),
+        (f"[generate]\nengine={{token='{SECRET}'}}", "generate.engine: "),
+    ],
+)
+def test_a_secret_is_not_shown_whatever_is_wrong_around_it(typed, said):
+    sections = tomllib.loads(typed)
+    with pytest.raises(ConfigError) as caught:
+        parse(Recipe, {"run": "a", **sections}, "recipe x.toml")
+    assert said in caught.value.message and SECRET not in str(caught.value)
+    with pytest.raises(ValidationError) as raw:
+        Recipe(run="a", **sections)
+    assert SECRET not in str(raw.value)
+
+
+def test_a_setting_without_a_value_shows_its_key_alone(recipe):
+    with pytest.raises(ConfigError) as caught:
+        load(recipe, [f"generate.options.token: {SECRET}"])
+    assert caught.value.object == "--set generate.options.token"
 
 
 def test_settings_go_over_the_file(recipe):

@@ -41,7 +41,7 @@ EXPIRED, NO_OPTIMIZER, REMOVED = "expired", "expired.optimizer", "removed"
 """Names of marks: all data of a version, a policy's optimizer state alone; removed by a user."""
 _MOST_BYTES = 612 * 1024 * 1024
 """Largest index that is read: one line of about 300 bytes per version."""
-_LINES_FORMAT = 3
+_LINES_FORMAT = 4
 """Format of the lines. The checksum starts from it, so an index of another format counts as torn.
 """
 _NAME = re.compile(rf"^v([0-9]{{6,12}})(?:\.({EXPIRED}|{NO_OPTIMIZER}|{REMOVED}))?$", re.MULTILINE)
@@ -53,6 +53,7 @@ _OF_SWEEP = re.compile(r"^sweep [0-9a-f]{12}(,|$)")
 """Beginning of the note of what `quiver sweep` made: the sweep's name."""
 _NO_MANIFEST = (ValueError, KeyError, TypeError, AttributeError)
 _Word = Annotated[str, Field(pattern=r"^\S+$")]
+_Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 def is_of_sweep(note: str) -> bool:
@@ -66,7 +67,8 @@ class Summary:
     """The fields of a manifest that listings show."""
 
     number: int
-    run_key: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] = ""
+    run_key: _Hash = ""
+    content_hash: _Hash = ""
     stage: _Word = ""
     rows: int = 0
     bytes: int = 0
@@ -97,12 +99,13 @@ class Summary:
         if fields["version"] != number:
             raise ValueError("it is another version's")
         own = f"{fields['run']}/{fields['kind']}@{number}"
+        words = ("run_key", "content_hash", "stage", "rows", "created")
         entries = (*fields["models"], *fields["inputs"])
         sources = {one["ref"]: one["role"] for one in entries if as_version(one["ref"])}
         sources.pop(own, None)
         return _SUMMARY.validate_python(
             {
-                **{name: fields[name] for name in ("run_key", "stage", "rows", "created")},
+                **{name: fields[name] for name in words},
                 "number": number,
                 "bytes": sum(fields["bytes"].values()),
                 "note": fields.get("note", ""),
@@ -111,9 +114,10 @@ class Summary:
         )
 
     def line(self) -> bytes:
-        """Return its line in the index: number and run key, to search for, and all as JSON."""
-        number_and_key = f"{self.number} {self.run_key} ".encode()
-        return number_and_key + _SUMMARY.dump_json(self)
+        """Return its line in the index: number, run key and content hash, to search for, and the
+        rest as JSON."""
+        words = f"{self.number} {self.run_key} {self.content_hash} ".encode()
+        return words + _SUMMARY.dump_json(self, exclude={"number", "run_key", "content_hash"})
 
 
 _SUMMARY = TypeAdapter(Summary)
@@ -140,8 +144,8 @@ class Listing:
         """Return the numbers of the versions that were not removed, and did not expire either
         unless `expired`, oldest first.
 
-        A version that was made again, because the data of an earlier one were gone, has the place
-        of the earlier one: it is not newer than what was made since.
+        A version that was made again with the same content, because the data of an earlier one were
+        gone, has the place of the earlier one: it is not newer than what was made since.
         """
         hidden = self.marks[REMOVED] | (set() if expired else self.marks[EXPIRED])
         numbers = [number for number in self.numbers if number not in hidden]
@@ -149,12 +153,12 @@ class Listing:
         if not gone or not numbers:
             return numbers
         lines, _ = self._lines
-        run_keys = {number: line.split()[1] for number, line in lines.items()}
-        # a torn one has no run key, so it has its own place
-        first_of = {run_keys.get(number, number): number for number in gone}
+        # run key and content; a torn one has neither, so it has its own place
+        made = {number: line.split(b" ", 3)[1:3] for number, line in lines.items()}
+        first_of = {tuple(made.get(number, [number])): number for number in gone}
 
         def place(number: int) -> tuple[int, int]:
-            return min(first_of.get(run_keys.get(number, number), number), number), number
+            return min(first_of.get(tuple(made.get(number, [number])), number), number), number
 
         return sorted(numbers, key=place)
 
@@ -269,4 +273,5 @@ def _lines_of(index: bytes) -> Mapping[int, bytes]:
 
 
 def _parsed(line: bytes) -> Summary:
-    return Summary(**json.loads(line.split(b" ", 2)[2]))
+    number, run_key, content_hash, rest = line.split(b" ", 3)
+    return Summary(int(number), run_key.decode(), content_hash.decode(), **json.loads(rest))

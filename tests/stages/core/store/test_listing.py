@@ -265,7 +265,7 @@ def test_a_copy_of_a_version_under_another_number_is_neither(store):
 
 def test_a_version_is_no_source_of_itself():
     fields = {"version": 1, "run": "a", "kind": "policy", "run_key": "0" * 64, "stage": "optimize"}
-    fields |= {"rows": 0, "created": "2026-01-01", "bytes": {}}
+    fields |= {"rows": 0, "created": "2026-01-01", "bytes": {}, "content_hash": "1" * 64}
     fields["models"] = [{"ref": "a/policy@1", "role": "policy"}]
     fields["inputs"] = [{"ref": "a/policy@0", "role": "start"}]
     assert Summary.of(fields, 1).sources == {"a/policy@0": "start"}

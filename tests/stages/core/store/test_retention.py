@@ -713,6 +713,18 @@ def test_what_is_made_again_stands_for_the_first_and_is_not_newer(store):
     assert [ref.version for ref in store.refs()] == [3, 2, 4]
 
 
+def test_what_is_made_again_with_other_content_is_the_newest(store):
+    """A server was away, say: it is another version, and the one before stands for nothing."""
+    first, second = commit(store), commit(store, Settings(seed=1))
+    remove(store, first.ref)
+    other = commit(store, shards=1)
+    assert other.manifest.run_key == first.manifest.run_key
+    assert [ref.version for ref in store.refs()] == [2, 3]
+    assert store.resolve("a/logprobs@latest") == other.ref
+    collect(store, ALL, apply=True)
+    assert list(store.refs()) == [other.ref] and not store.exists(second.ref)
+
+
 def test_what_is_made_a_third_time_stands_for_the_first_too(store):
     first, second = commit(store), commit(store, Settings(seed=1))
     for ref in (first.ref, "a/logprobs@3"):
