@@ -152,6 +152,21 @@ def test_extra_is_a_column_only_where_a_function_may_give_it(score, sample, colu
     assert second.manifest.metrics["recovered"] == 1
 
 
+def test_a_retry_may_switch_extra_on(score, sample, column, mine):
+    rollouts = sample([["good", "skip"]], {"answer": [1]})
+    old = "\ndef judge(completions):\n    return [None if 'skip' in t else 1.0 for t in completions]\n"
+    (mine / "mine.py").write_text(MINE + old)
+    first = score(rollouts, "mine.py:judge")
+    assert "extra" not in first.table().column_names
+    (mine / "mine.py").write_text(MINE.replace("None if", "0.5 if"))
+    second = score(rollouts, {"use": "mine.py:judge", "extra": True}, retry=first)
+    assert column(second) == {"0-0": 1.0, "0-1": 0.5}
+    assert column(second, "extra") == {
+        "0-0": {"judge": None},
+        "0-1": {"judge": '{"why": "skip"}'},
+    }
+
+
 def test_shards_grow_and_rewards_do_not_depend_on_it(score, sample, mine, monkeypatch):
     rollouts = sample(numbers(600), {"n": list(range(300))})
     (mine / "repaired").touch()
