@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pytest
 
+from quiver import run_stage
 from quiver.schemas.errors import ConfigError, LineageError, RewardError
 from quiver.stages.core.store import writer
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
@@ -114,6 +115,28 @@ def test_what_can_not_be_taken_over_is_refused(score, sample):
     ):
         with pytest.raises(ConfigError, match=why):
             score(rollouts, *functions, retry=first, **{**options, **changes})
+
+
+def test_misspelt_roles_and_lists_are_refused(score, sample, store):
+    """Not ignored, so that a retry is not taken for scores of all rows."""
+    rollouts = sample(numbers(4), {"n": [1, 2]})
+    config = {"functions": [{"use": "mine.py:skips"}]}
+
+    def refused(**refs):
+        with pytest.raises(ConfigError) as caught:
+            run_stage("reward", config, store, **refs)
+        return caught.value.object, caught.value.message
+
+    ref = str(rollouts.ref)
+    assert refused(rollouts=ref, retries="arith/rewards@1") == (
+        "stage reward", "takes retry and rollouts, not retries; did you mean retry?",
+    )  # fmt: skip
+    assert refused(rollouts=ref, nosuch=["x"])[1] == "takes retry and rollouts, not nosuch"
+    assert refused(rollout=ref) == ("stage reward", "no rollouts are given, only rollout")
+    for refs in ([ref], (ref,)):
+        problem = "expected one version, got a list of 1"
+        assert refused(rollouts=refs) == (f"references {[ref]}", problem)
+    assert not store.numbers("arith", "rewards")
 
 
 def test_parts_in_another_order_are_taken_over_by_name(score, sample, column, mine):
