@@ -139,6 +139,21 @@ def test_misspelt_roles_and_lists_are_refused(score, sample, store):
     assert not store.numbers("arith", "rewards")
 
 
+def test_the_advice_for_refused_rewards_helps(score, sample, mine):
+    """Of rewards that were a retry, too."""
+    rollouts = sample(numbers(4), {"n": [1, 2]})
+    first = score(rollouts, "mine.py:flaky", max_invalid=0.5)
+    again = score(rollouts, "mine.py:flaky", max_invalid=0.5, retry=first)
+    (mine / "repaired").touch()
+    for retry, named in ((None, f"rollouts {rollouts.ref}"), (first, f"retry {first.ref}")):
+        with pytest.raises(RewardError, match="2 of 4 rows failed, more than") as caught:
+            score(rollouts, "mine.py:flaky", retry=retry)
+        assert caught.value.next == f"quiver reward RECIPE --{named} --force"
+        whole = score(rollouts, "mine.py:flaky", retry=retry, force=True)
+        assert whole.ref not in (first.ref, again.ref)
+        assert score(rollouts, "mine.py:flaky", retry=retry).ref == whole.ref
+
+
 def test_parts_in_another_order_are_taken_over_by_name(score, sample, column, mine):
     rollouts = sample(numbers(4), {"n": [1, 2]})
     first = score(rollouts, "mine.py:skips", "mine.py:flaky", max_invalid=0.5)
