@@ -93,7 +93,7 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
             *about_prompts(recipe.prompt, recipe.data, rows.prompts),
             *about_engines(recipe),
             *about_steps(recipe.optimize, recipe.data, num_rows, recipe.iterations),
-            *about_rewards(recipe.reward, recipe.generate),
+            *about_rewards(recipe),
             *about_cells(sources, reads, [*OFFERED, *recipe.offered_columns]),
             *about_answers(recipe.reward, rows.answers),
         ):

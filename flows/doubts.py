@@ -21,6 +21,7 @@ import pyarrow as pa
 from quiver.schemas.errors import printable, quoted_name
 from quiver.schemas.outside import read_message
 from quiver.schemas.plain import read_json
+from quiver.stages.evaluate.config import IS_THE_SUM
 from quiver.stages.prompt.chats import columns_of, text_of
 from quiver.stages.prompt.config import INPUTS, Config
 from quiver.stages.reward.pool.habits import cells_of
@@ -29,7 +30,7 @@ from quiver.stages.reward.stage import Config as RewardConfig
 
 from .first_rows import Answered, Prompts, Source
 from .recipe import Recipe
-from .sections import Data, Generate, Optimize, Prompt
+from .sections import Data, Optimize, Prompt
 from .slots import visible_gpus
 
 _ROWS_AT_ONCE = 16
@@ -221,8 +222,14 @@ def about_steps(optimize: Optimize, source: Data, num_rows: int, iterations: int
 # -- rewards
 
 
-def about_rewards(reward: RewardConfig, generate: Generate) -> Iterator[str]:
-    """Yield warnings about rewards that are never paid."""
+def about_rewards(recipe: Recipe) -> Iterator[str]:
+    """Yield warnings about rewards that are never paid, and a part that is taken for the sum."""
+    reward = recipe.reward
+    generate = recipe.generate
+    own = [scorer for scorer in reward.scorers if scorer.name == "reward"]
+    is_sum = len(reward.part_names) == 1 and own and own[0].weight == 1 and not reward.reward_clip
+    if own and not is_sum and recipe.data.held_out and recipe.evaluate.score == "reward":
+        yield IS_THE_SUM
     if not any(scorer.weight for scorer in reward.scorers) and reward.overlong is None:
         yield "every part of the reward has weight 0: nothing is learned"
     turns = generate.turns

@@ -75,6 +75,12 @@ def parse(text: str | Ref, run: str | None = None) -> Ref:
     """
     if isinstance(text, Ref):
         return text
+    if isinstance(text, list | tuple):
+        raise ConfigError(
+            f"references {printable(repr(text))}",
+            f"expected one version, got a list of {len(text)}",
+            next="name one version, outside of a list",
+        )
     head, at, version = str(text).rpartition("@")
     own_run, slash, kind = head.rpartition("/")
     name = own_run if slash else run

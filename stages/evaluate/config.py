@@ -11,12 +11,19 @@ from pydantic import field_validator, model_validator
 
 from quiver.stages.core.config import Config as Base
 
+IS_THE_SUM = (
+    'evaluate.score = "reward" is the whole reward, not the part named reward: give that scorer '
+    "another name, so that nobody mistakes one for the other"
+)
+"""Warning about a part that has the name of the sum, and other numbers."""
+
 
 class Config(Base):
     """The scores and estimates of an evaluation."""
 
     score: str = "reward"
-    """`reward`, or the name of one reward function: only its part, before its weight."""
+    """`reward`, the weighted sum of all parts, or the name of one reward function: only its part,
+    before its weight. `reward` is the sum even if a part has that name."""
     k: tuple[int, ...] = (1,)
     """For each k: the unbiased estimate that at least one of k samples is correct. Prompts with
     fewer samples are left out."""

@@ -41,7 +41,7 @@ from quiver.stages.core.store.writer import Writer
 
 from . import estimators
 from .answers import fill_cut_scores, turns_to_success
-from .config import Config
+from .config import IS_THE_SUM, Config
 
 STAGE_VERSION = 1
 log = logging.getLogger(__name__)
@@ -200,6 +200,10 @@ def _join(rollouts: Version, rewards: Version, score: str) -> pa.Table:
     part_names = [field.name for field in parts.type]
     if score == "reward":
         scores = scored["reward"]
+        if score in part_names:
+            part = pc.struct_field(parts, [part_names.index(score)])
+            if not pc.all(pc.equal(part, scores)).as_py():
+                log.warning(IS_THE_SUM)
     elif score in part_names:
         scores = pc.struct_field(parts, [part_names.index(score)])
     else:

@@ -7,7 +7,8 @@ evaluation is logged later, by a process of its own:
     # {"trackers": ["wandb"], "folder": "logs", "store": "store", "ref": "arith/evaluations@1"}
 
 Each process starts its own trackers. A tracker that supports it continues its one run for a run of
-this store. A measurement is logged at the step of the measured policy.
+this store; a second training from the same policy has a run of its own (`curve_of`). A measurement
+is logged at the step of the measured policy, beside its training.
 
 Not of the spine: nothing depends on what is tracked.
 """
@@ -27,8 +28,10 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, TrackioTracker, WandBTracker
 
 from quiver.schemas.errors import ConfigError, QuiverError, printable
+from quiver.schemas.refs import parse
 from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Store, Version
+from quiver.stages.core.store.listing import Listing, Summary, is_of_sweep
 
 from .inputs import sets
 
@@ -59,7 +62,9 @@ class _Trackio(TrackioTracker):
 
 def start(trackers: Sequence[str], folder: str, plan: Plan) -> list[GeneralTracker]:
     """Start the trackers of a training in `folder`, and log the numbers of its rollouts."""
-    opened = open_trackers(trackers, folder, plan.store, plan.run)
+    policy = str(plan.inputs["policy"].ref)
+    made = Summary(0, plan.run_key, note=plan.note, sources={policy: "policy"})
+    opened = open_trackers(trackers, folder, plan.store, curve_of(plan.listing, plan.run, made))
     step = int(plan.inputs["policy"].manifest.metrics.get("step", 0))
     for name, tracker in zip(trackers, opened, strict=True):
         tracker.log = partial(_log_or_warn, name, tracker.log)
@@ -77,24 +82,47 @@ def _log_or_warn(
         log.warning("%s did not get all numbers: %s", name, printable(str(error)))
 
 
+def curve_of(policies: Listing, run: str, made: Summary | None) -> str:
+    """Return the name of a tracker's run for a policy that is being made, or was made, in `run`.
+
+    It is the run's name along the line of first trainings. Another training from the same policy
+    would write over its steps, so it and those that go on from it have their own name, which ends
+    with its run key. Each training of a sweep has its own.
+    """
+    summaries = policies.summaries()
+    by_number = {summary.number: summary for summary in summaries}
+    first: dict[str, str] = {}
+    for summary in summaries:
+        if summary.trained_from and not is_of_sweep(summary.note):
+            first.setdefault(summary.trained_from, summary.run_key)
+    while made is not None and (parent := made.trained_from):
+        # work that is done again has the same run key
+        if is_of_sweep(made.note) or first.get(parent, made.run_key) != made.run_key:
+            return f"{run}-{made.run_key[:8]}"
+        ref = parse(parent)
+        is_before = ref.run == run and (made.number == 0 or ref.version < made.number)
+        made = by_number.get(ref.version) if is_before else None
+    return run
+
+
 def open_trackers(
-    trackers: Sequence[str], folder: str, store: Store, run: str
+    trackers: Sequence[str], folder: str, store: Store, curve: str
 ) -> list[GeneralTracker]:
     """Start accelerate's trackers by name, and let them write files in `folder`. Raises ConfigError
     if one does not start."""
     place = Path(folder).absolute()
-    identity = f"{run}-{store.id[:8]}"
+    identity = f"{curve}-{store.id[:8]}"
     opened = []
     for name in trackers:
         tracker_class = LOGGER_TYPE_TO_CLASS[name]
         try:
             place.mkdir(parents=True, exist_ok=True)
             if name == "tensorboard":
-                tracker = tracker_class(run, place)
+                tracker = tracker_class(identity, place)
             elif name == "wandb":
-                tracker = _Wandb(PROJECT, dir=place, id=identity, name=run, resume="allow")
+                tracker = _Wandb(PROJECT, dir=place, id=identity, name=curve, resume="allow")
             elif name == "mlflow":
-                tracker = tracker_class(PROJECT, **_mlflow_run(place, run, identity))
+                tracker = tracker_class(PROJECT, **_mlflow_run(place, curve, identity))
             elif name == "trackio":
                 os.environ.setdefault("TRACKIO_DIR", str(place / "trackio"))
                 tracker = _Trackio(PROJECT, name=identity, resume="allow")
@@ -112,12 +140,12 @@ def open_trackers(
     return opened
 
 
-def _mlflow_run(place: Path, run: str, identity: str) -> dict[str, Any]:
+def _mlflow_run(place: Path, curve: str, identity: str) -> dict[str, Any]:
     """Return the arguments that make accelerate's tracker use the mlflow run with this identity,
     existing or new. It is in `place`, unless MLFLOW_TRACKING_URI names a server."""
     import mlflow
 
-    options = {"run_name": run, "tags": {"quiver": identity}}
+    options = {"run_name": curve, "tags": {"quiver": identity}}
     if "MLFLOW_TRACKING_URI" not in os.environ:
         mlflow.set_tracking_uri(f"sqlite:///{place / 'mlflow.db'}")
         options["logging_dir"] = (place / "mlflow").as_uri()
@@ -164,10 +192,11 @@ def learned_from(inputs: Mapping[str, Version]) -> dict[str, float]:
     return numbers
 
 
-def evaluated(store: Store, evaluation: Version) -> tuple[int, dict[str, float]]:
-    """Return the step of the measured policy, and its scores.
+def evaluated(store: Store, evaluation: Version) -> tuple[str, int, dict[str, float]]:
+    """Return the name of the tracker's run, the step of the measured policy, and its scores.
 
-    (12, {"evaluation/score": 0.61, "evaluation/stderr": 0.02, "evaluation/pass_at_4": 0.8})
+    ("arith", 12,
+     {"evaluation/score": 0.61, "evaluation/stderr": 0.02, "evaluation/pass_at_4": 0.8})
     """
     metrics = evaluation.manifest.metrics
     numbers = {f"evaluation/{name}": metrics[name] for name in ("score", "stderr")}
@@ -175,8 +204,13 @@ def evaluated(store: Store, evaluation: Version) -> tuple[int, dict[str, float]]
         numbers[f"evaluation/pass_at_{k}"] = estimate["score"]
     rollouts = store.open(evaluation.manifest.require_input("rollouts").ref).manifest
     known = {name: number for name, number in numbers.items() if number is not None}
-    policy = store.open(rollouts.require_model("policy").ref).manifest
-    return int(policy.metrics.get("step", 0)), known
+    policy = store.open(rollouts.require_model("policy").ref)
+    run = evaluation.ref.run
+    made = None
+    if policy.ref.run == run:
+        made = Summary.of(policy.manifest.model_dump(mode="json"), policy.ref.version)
+    curve = curve_of(store.listing(run, "policy"), run, made)
+    return curve, int(policy.manifest.metrics.get("step", 0)), known
 
 
 def main() -> None:
@@ -188,8 +222,8 @@ def main() -> None:
     try:
         store = Store(asked["store"], create=False).with_expired()
         evaluation = store.open(asked["ref"])
-        opened = open_trackers(asked["trackers"], asked["folder"], store, evaluation.ref.run)
-        step, numbers = evaluated(store, evaluation)
+        curve, step, numbers = evaluated(store, evaluation)
+        opened = open_trackers(asked["trackers"], asked["folder"], store, curve)
     except QuiverError as error:
         sys.exit(f"{error.object}: {error.message}")  # the flow logs this line
     for tracker in opened:

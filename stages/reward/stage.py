@@ -82,7 +82,11 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def accept(plan: Plan, version: Version) -> None:
-    """Raise RewardError if more rows failed in finished rewards than `max_invalid` allows now."""
+    """Raise RewardError if more rows failed in finished rewards than `max_invalid` allows now.
+
+    The advice is to score all rows again: the newest version with this run key is the answer then.
+    A retry has another run key, and would be no answer.
+    """
     failed = version.manifest.status.get("failed", 0)
     rows = version.manifest.rows
     max_invalid = plan.config.max_invalid
@@ -92,7 +96,9 @@ def accept(plan: Plan, version: Version) -> None:
             f"{failed} of {rows} rows failed, more than reward.max_invalid = {max_invalid:g} "
             "allows",
             state="these rewards are kept; nothing was changed.",
-            next=f"quiver reward RECIPE --retry {version.ref}",
+            next=f"quiver reward RECIPE --retry {plan.inputs['retry'].ref} --force"
+            if "retry" in plan.inputs
+            else f"quiver reward RECIPE --rollouts {plan.inputs['rollouts'].ref} --force",
         )
 
 

@@ -21,6 +21,7 @@ from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError, ConflictError, LineageError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
+from quiver.stages.evaluate.config import IS_THE_SUM
 from quiver.stages.prompt.columns import plain_table, to_table
 from quiver.stages.prompt.config import Config
 from tests import sight
@@ -758,6 +759,14 @@ WARNINGS = {
     "optimize.schedule=linear optimize.total_steps=2": None,
     "reward.overlong={max_tokens=6,cache=2}": None,
     "evaluate.every=2": None,
+    "evaluate.every=2 reward.functions=[{use='rewards.py:evenness',name='reward'}]": None,
+    "evaluate.every=2 reward.functions=[{use='rewards.py:evenness',name='reward',weight=2}]": (
+        IS_THE_SUM
+    ),
+    "evaluate={every=2,score='length'} reward.functions=[{use='rewards.py:evenness',name='reward'}"
+    ",{use='length',arguments={target=5}}]": None,
+    "evaluate.every=2 reward.functions=[{use='rewards.py:evenness',name='reward'}"
+    ",{use='length',arguments={target=5}}]": IS_THE_SUM,
     "prompt.system=brief": None,
 }
 """Settings, and what they may not mean; None: nothing is wrong with them."""

@@ -555,7 +555,7 @@ def tracked(finished, tmp_path, monkeypatch):
 
 def scores() -> list[float]:
     """Of all files: each process that tracks writes one."""
-    events = EventAccumulator("logs/held").Reload()
+    events = EventAccumulator(f"logs/held-{Store('finished').id[:8]}").Reload()
     if "evaluation/score" not in events.Tags()["scalars"]:
         return []
     return [point.value for point in events.Scalars("evaluation/score")]

@@ -64,13 +64,13 @@ def test_the_contract_of_run(workplace, result):
 
 def test_trackers_have_rewards_lengths_and_evaluations_at_the_step_of_the_policy(workplace, result):
     """Beside the numbers of the optimizer step that begins with it."""
-    events = EventAccumulator(str(workplace / "logs" / "tiny")).Reload()
+    store = Store(workplace / "store")
+    events = EventAccumulator(str(workplace / "logs" / f"tiny-{store.id[:8]}")).Reload()
     curves = {
         name: sorted((point.step, point.value) for point in events.Scalars(name))
         for name in events.Tags()["scalars"]
     }
     assert [step for step, _ in curves["loss"]] == [0, 1]
-    store = Store(workplace / "store")
     expected = {"reward/mean": [], "completion_tokens/mean": [], "completion_tokens/truncated": []}
     for step, done in enumerate(result["iterations"]):
         rows = store.open(done["rollouts"]).table().to_pylist()

@@ -122,6 +122,8 @@ def test_a_turn_may_not_be_null():
         (1.0, [0.25, None, 0.75], ""),
         (None, None, ""),
         (None, [1.0], ""),
+        (1.0, [12345.67, 1010.13, 5.5, 1.0 - (12345.67 + 1010.13 + 5.5)], ""),  # as float32
+        (1.0, [12345.67, 1010.13, 5.5, -13361.3], "turn_rewards add up to 0"),
         (1.0, [0.5], r"turn_rewards add up to 0\.5, the reward is 1"),
         (1.0, [float("inf")], "turn_rewards holds inf: a finite number"),
     ],

@@ -49,7 +49,9 @@ def plan_of(call: Call, store: Store | None = None) -> Plan:
     stage = load_stage(call.stage)
     config = parse(stage.Config, dict(call.config), f"stage {call.stage}")
     refs = RequiredRefs(call.stage, call.refs)
-    return stage.plan(config, store or Store(call.store), refs, call.into)
+    plan = stage.plan(config, store or Store(call.store), refs, call.into)
+    refs.require_asked()
+    return plan
 
 
 def find_outcome(call: Call, *, expired: bool = False) -> Outcome | None:
@@ -201,7 +203,8 @@ def run_stage(
         share: share the work with other processes that run the same call.
         in_process: run in this process instead of a child.
         note: your words about it, kept in its manifest. A finished version keeps its own.
-        refs: references by role, such as `rollouts="arith/rollouts@3"`.
+        refs: references by role, such as `rollouts="arith/rollouts@3"`; a list only for a role
+            that takes several. A role that the stage does not take is refused.
 
     Raises:
         BusyError: another process does the same work, and they do not share it.
@@ -209,7 +212,9 @@ def run_stage(
     opened = store if isinstance(store, Store) else Store(store)
     fields = config.model_dump(mode="json") if isinstance(config, Config) else dict(config)
     texts = {
-        role: [str(one) for one in ref] if isinstance(ref, list) else str(ref)
+        role: [str(one) for one in ref]
+        if isinstance(ref, list | tuple) and not isinstance(ref, Ref)
+        else str(ref)
         for role, ref in refs.items()
         if ref is not None
     }

@@ -2,11 +2,11 @@
 Look here for how an input is built and which inputs are errors.
 
 The model reads each conversation as if it were used alone: with its own tokenizer, its own chat
-template and one BOS. The policy's ids are never used. The input is the prompt's messages and the
-assistant's message. The latter is the text that the policy had to continue (`<think>`) plus the
-text that it wrote. Control tokens typed into either are spelled out. Added tokens that are neither
-special nor part of the template's own turns (`</think>`) stay tokens in text; in an answer, paired
-special tags do too.
+template and one BOS. The policy's ids are never used. The input is the prompt's messages, with
+calls of tools and thinking if its template shows them, and the assistant's message. The latter is
+the text that the policy had to continue (`<think>`) plus the text that it wrote. Control tokens
+typed into either are spelled out. Added tokens that are neither special nor part of the template's
+own turns (`</think>`) stay tokens in text; in an answer, paired special tags do too.
 
 Inputs that are too long, texts that the template refuses, and logits that are not finite are errors
 of their row; nothing is cut. The weights are loaded at the first call of `score`.
@@ -22,15 +22,18 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quiver.schemas.errors import ConfigError, ResourceError, SecurityError, printable
 from quiver.schemas.manifest import canonical
+from quiver.schemas.outside import MORE
 from quiver.stages.core.store import Version
 from quiver.stages.model import checkpoints
 from quiver.stages.model.chat.control_tokens import Guard
 from quiver.stages.model.chat.generation_prompt import learn_markup, prefill
+from quiver.stages.model.chat.messages import is_assistants, put_texts, take_texts, texts_of
 from quiver.stages.model.chat.template import Messages, Template, first_variables
 from quiver.stages.reward.scoring import Batch, Part
 
@@ -40,6 +43,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 log = logging.getLogger(__name__)
+_SHOWN = {"role", "content", *MORE}
+"""Members of a message that a template may show; pictures and clips are not shown."""
 PROBE = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}]
 """A small conversation, which shows how a template begins and ends."""
 
@@ -243,6 +248,8 @@ class Reader:
         arguments = {"add_generation_prompt": is_judge, **config.template_arguments}
         variables = first_variables(tokenizer, arguments)
         name = f"{config.title}: template"
+        self._title = name
+        self._has_looked = False
         self._template = Template(template, variables, config.template_seconds, name)
         try:
             self._template.render(name, PROBE)
@@ -267,18 +274,38 @@ class Reader:
     def read(self, name: str, messages: Messages) -> list[int]:
         """Return the ids of `messages`. Raises ConfigError or SecurityError about `name` if they
         cannot be rendered."""
-        roles = tuple(message["role"] for message in messages)
+        chat = [
+            {key: member for key, member in message.items() if key in _SHOWN}
+            for message in messages
+        ]
+        self._look_for_calls(name, chat)
+        structure, texts = take_texts(chat)
 
-        def render(contents: list[str]) -> str:
-            chat = [
-                {"role": role, "content": content}
-                for role, content in zip(roles, contents, strict=True)
-            ]
-            return self._template.render(name, chat)
+        def render(texts: list[str]) -> str:
+            shown, _ = put_texts(structure, iter(texts))
+            return self._template.render(name, shown)
 
-        contents = [message["content"] for message in messages]
-        answers = [n for n, role in enumerate(roles) if role == "assistant"]
-        return self._guard.encode(name, roles, contents, render, trusted=answers).ids
+        trusted = texts_of(chat, is_assistants)
+        return self._guard.encode(
+            name, (json.dumps(structure),), texts, render, trusted=trusted
+        ).ids
+
+    def _look_for_calls(self, name: str, chat: Messages) -> None:
+        """Warn once if the template shows nothing of the calls of tools in `chat`: then answers
+        after different calls read the same."""
+        if self._has_looked or not any("tool_calls" in message for message in chat):
+            return
+        self._has_looked = True
+        without = [{**message} for message in chat]
+        for message in without:
+            message.pop("tool_calls", None)
+        with suppress(ConfigError):  # a row's own failure, which `read` tells
+            if self._template.render(name, chat) == self._template.render(name, without):
+                log.warning(
+                    "%s does not show the calls of tools in the prompts' chats: set template to a "
+                    "jinja file that shows them",
+                    self._title,
+                )
 
 
 def token_id(tokenizer: PreTrainedTokenizerFast, field: str, text: str) -> int:

@@ -84,7 +84,8 @@ class ServerConfig(ScorerConfig):
     max_tokens: int = Field(default=512, ge=1)
     """Longest answer of the judge, in tokens. An answer that is cut is the row's error."""
     message_template: str = "{role}: {content}\n\n"
-    """Text of each message of a conversation, for openrlhf, vllm-score and openai-judge."""
+    """Text of each message of a conversation, for openrlhf, vllm-score and openai-judge. Calls of
+    tools are part of its content, as JSON."""
     reply_template: str = "assistant: "
     """Text between a conversation and the completion in openrlhf's query."""
     prefill: str | None = None

@@ -9,6 +9,7 @@ import pytest
 from quiver.schemas import rewards
 from quiver.schemas.errors import ConfigError, LineageError, NumericError
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
+from quiver.stages.evaluate.config import IS_THE_SUM
 from quiver.stages.evaluate.stage import Config
 from quiver.stages.reward import stage as reward
 from tests import episodes
@@ -49,6 +50,22 @@ def test_a_part_instead_of_the_reward_and_another_threshold(store):
     assert passes["1"]["score"] == 0.25
     with pytest.raises(ConfigError, match="there are reward, right; did you mean right"):
         evaluate(store, scored, score="rigth")
+
+
+def test_a_part_named_as_the_sum_is_not_the_score(store, caplog):
+    sampled, paid = score(store, {"a": [1.0, 0.0, None]})
+    rows = paid.table().to_pylist()
+    schema = rewards.schema_for(["reward", "form"])
+    for form, warned in ((0.0, []), (1.0, [IS_THE_SUM])):
+        for row in rows:
+            part = row["reward"]
+            row["parts"] = {"reward": None if part is None else part - form, "form": form}
+            row["errors"] = {}
+        table = pa.Table.from_pylist(rows, schema=schema)
+        scored = sampled, write(store, "rewards", table, inputs={"rollouts": sampled})
+        caplog.clear()
+        assert evaluate(store, scored).manifest.metrics["score"] == pytest.approx(0.5)
+        assert [each.message for each in caplog.records if each.levelname == "WARNING"] == warned
 
 
 def test_more_rows_than_a_shard(store):

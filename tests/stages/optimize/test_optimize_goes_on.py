@@ -2,15 +2,18 @@
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.store import Store
+from quiver.stages.evaluate.stage import Config as Evaluation
 from quiver.stages.optimize import tracking
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
 from tests.tiny import make_policy
 from tests.vllm_process import checked
+from tests.writing import run_here
 
 LATER = {"max_staleness": 3, "audit": {"enabled": False}}
 """A later iteration on the same rollouts, which are stale by then."""
@@ -91,6 +94,41 @@ def test_bf16_autocast_trains_and_saves_what_an_engine_loads(store):
     assert 0 < metrics["audit"]["mean_gap"] < 0.1
     assert metrics["packing"] == "shared" and metrics["padding_share"] == 0
     assert {value.dtype for value in world.weights(done).values()} == {torch.bfloat16}
+
+
+def test_each_line_of_trainings_has_a_tracker_run_of_its_own(store, policy, made, tmp_path):
+    """And an evaluation is beside the training of its policy."""
+    trackers = {**LATER, "trackers": ["tensorboard"], "tracker_folder": str(tmp_path)}
+
+    def trained(start, rate, **options):
+        return _run(store, start, made, _config(learning_rate=rate, **trackers), **options)
+
+    first = trained(policy, 0.01)
+    other = trained(policy, 0.02)
+    on = {"first": trained(first, 0.01), "other": trained(other, 0.01)}
+    cell = trained(on["other"], 0.01, note="sweep 0123456789ab, cell 1", force=True)
+    again = trained(policy, 0.01, force=True)
+    assert again.manifest.run_key == first.manifest.run_key
+    key = other.manifest.run_key[:8]
+    names = {"first": "tiny", "other": f"tiny-{key}", "cell": f"tiny-{cell.manifest.run_key[:8]}"}
+    losses = {}
+    for name in names.values():
+        events = EventAccumulator(str(tmp_path / f"{name}-{store.id[:8]}")).Reload()
+        losses[name] = sorted(point.step for point in events.Scalars("loss"))
+    assert losses == {names["first"]: [0, 0, 1], names["other"]: [0, 1], names["cell"]: [2]}
+    assert len([*tmp_path.glob("tiny*")]) == 3
+
+    def curve(measured):
+        rollouts = world.write_rollouts(store, measured, made[0].table().to_pylist())
+        rewards = world.write_rewards(store, rollouts, world.even_share)
+        refs = {"rollouts": rollouts.ref, "rewards": rewards.ref}
+        evaluation = run_here("evaluate", Evaluation(), store, **refs)
+        return tracking.evaluated(store, store.open(evaluation))[:2]
+
+    assert curve(policy) == ("tiny", 0)
+    assert curve(on["first"]) == (names["first"], 2)
+    assert curve(on["other"]) == (names["other"], 2)
+    assert curve(cell) == (names["cell"], 3)
 
 
 def test_trackers_write_where_they_are_told(store, policy, made, tmp_path, monkeypatch, caplog):

@@ -92,11 +92,11 @@ def sample(write):
 def score(store):
     """Score rollouts by functions, named or as sections; returns the version of the rewards."""
 
-    def run(rollouts, *functions, retry=None, into=None, **options):
+    def run(rollouts, *functions, retry=None, into=None, force=False, **options):
         sections = [{"use": use} if isinstance(use, str) else use for use in functions]
         config = RewardConfig(functions=sections, **options)
         refs = {"rollouts": rollouts.ref, **({"retry": retry.ref} if retry else {})}
-        return store.open(run_here("reward", config, store, into=into, **refs))
+        return store.open(run_here("reward", config, store, into=into, force=force, **refs))
 
     return run
 

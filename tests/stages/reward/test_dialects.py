@@ -56,6 +56,27 @@ def test_openrlhf_sends_texts():
     assert sent["labels"] == [None]
 
 
+def test_calls_of_tools_are_part_of_the_text():
+    def chat(city, said=""):
+        call = {"id": "1", "type": "function"}
+        call["function"] = {"name": "book", "arguments": {"city": city}}
+        asked = [{"role": "user", "content": "Go."}]
+        told = {"role": "tool", "content": "done", "tool_call_id": "1"}
+        return [*asked, {"role": "assistant", "content": said, "tool_calls": [call]}, told]
+
+    def text(prompt, dialect="vllm-score", **options):
+        return encode(dialect, [Row("a", prompt, "Yes", {})], **options)
+
+    called = '[{"name": "book", "arguments": {"city": "Zürich"}}]'
+    expected = f"user: Go.\n\nassistant: {called}\n\ntool: done\n\n"
+    assert text(chat("Zürich"))["text_1"] == [expected]
+    assert text(chat("Zürich"), "openrlhf")["prompts"] == [f"{expected}assistant: "]
+    asked = text(chat("Zürich"), "openai-judge", rubric="{prompt}")["messages"][0]["content"]
+    assert asked == expected.strip()
+    said = text(chat("{role}", "Wait."), message_template="<{content}>")["text_1"]
+    assert said == ['<Go.><Wait.\n[{"name": "book", "arguments": {"city": "{role}"}}]><done>']
+
+
 def test_vllm_sends_messages_or_texts():
     arguments = {"add_special_tokens": False}
     assert encode("vllm-classify", ROWS[:1], model="rm", arguments=arguments) == {
@@ -191,6 +212,13 @@ def test_an_answer_that_breaks_its_dialect_is_refused(dialect, answer, options):
         ("Score: 8", 0.8, {}),
         ("Score: 3\nNo, wait.\n**Score:** 8/10.", 0.8, {}),
         ("score = 0", 0.0, {}),
+        ("Score (0-10): 8", 0.8, {}),
+        ("**Score** (1-10): 8", None, {}),
+        ("Score (1–10): 8/10", 0.8, {}),
+        ("Score (7)", 0.7, {}),
+        ("Score: 8-9", None, {}),
+        ("Score: 8 – 9", None, {}),
+        ("Score: 8 - good", 0.8, {}),
         ("Score: 8,5", None, {}),
         ("8", None, {}),
         ("Score:\n8", None, {}),

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from quiver.schemas import rewards
-from quiver.stages.reward.measures import changes, correlation, failures, summary
+from quiver.stages.reward.measures import changes, correlation, failures, means, summary
 
 NONE = float("nan")
 
@@ -73,6 +73,14 @@ def test_a_table_without_numbers_is_described():
     assert metrics["reward_mean"] is None and metrics["groups"]["zero_variance"] is None
     metrics, _ = summary(table("aabb", x=[None] * 4), {})
     assert metrics["functions"]["x"].items() >= {**nothing, "null": 4, "null_rate": 1.0}.items()
+
+
+def test_means_of_numbers_beside_rewards():
+    texts = ['{"n": 1, "ok": true, "why": "x"}', '{"n": 4, "ok": false, "none": null}', None, "[5]"]
+    assert means(pa.chunked_array([texts])) == {"n": 2.5, "ok": 0.5}
+    huge = "1" + "0" * 400
+    texts = [f'{{"n": {huge}, "m": {huge}, "sum": 1.7e308}}', '{"n": 3, "sum": 1.7e308}']
+    assert means(pa.chunked_array([texts])) == {"n": 3.0, "sum": 1.7e308}
 
 
 def test_groups_that_teach_nothing_are_counted():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pytest
 
+from quiver import run_stage
 from quiver.schemas.errors import ConfigError, LineageError, RewardError
 from quiver.stages.core.store import writer
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
@@ -116,6 +117,43 @@ def test_what_can_not_be_taken_over_is_refused(score, sample):
             score(rollouts, *functions, retry=first, **{**options, **changes})
 
 
+def test_misspelt_roles_and_lists_are_refused(score, sample, store):
+    """Not ignored, so that a retry is not taken for scores of all rows."""
+    rollouts = sample(numbers(4), {"n": [1, 2]})
+    config = {"functions": [{"use": "mine.py:skips"}]}
+
+    def refused(**refs):
+        with pytest.raises(ConfigError) as caught:
+            run_stage("reward", config, store, **refs)
+        return caught.value.object, caught.value.message
+
+    ref = str(rollouts.ref)
+    assert refused(rollouts=ref, retries="arith/rewards@1") == (
+        "stage reward", "takes retry and rollouts, not retries; did you mean retry?",
+    )  # fmt: skip
+    assert refused(rollouts=ref, nosuch=["x"])[1] == "takes retry and rollouts, not nosuch"
+    assert refused(rollout=ref) == ("stage reward", "no rollouts are given, only rollout")
+    for refs in ([ref], (ref,)):
+        problem = "expected one version, got a list of 1"
+        assert refused(rollouts=refs) == (f"references {[ref]}", problem)
+    assert not store.numbers("arith", "rewards")
+
+
+def test_the_advice_for_refused_rewards_helps(score, sample, mine):
+    """Of rewards that were a retry, too."""
+    rollouts = sample(numbers(4), {"n": [1, 2]})
+    first = score(rollouts, "mine.py:flaky", max_invalid=0.5)
+    again = score(rollouts, "mine.py:flaky", max_invalid=0.5, retry=first)
+    (mine / "repaired").touch()
+    for retry, named in ((None, f"rollouts {rollouts.ref}"), (first, f"retry {first.ref}")):
+        with pytest.raises(RewardError, match="2 of 4 rows failed, more than") as caught:
+            score(rollouts, "mine.py:flaky", retry=retry)
+        assert caught.value.next == f"quiver reward RECIPE --{named} --force"
+        whole = score(rollouts, "mine.py:flaky", retry=retry, force=True)
+        assert whole.ref not in (first.ref, again.ref)
+        assert score(rollouts, "mine.py:flaky", retry=retry).ref == whole.ref
+
+
 def test_parts_in_another_order_are_taken_over_by_name(score, sample, column, mine):
     rollouts = sample(numbers(4), {"n": [1, 2]})
     first = score(rollouts, "mine.py:skips", "mine.py:flaky", max_invalid=0.5)
@@ -150,6 +188,21 @@ def test_extra_is_a_column_only_where_a_function_may_give_it(score, sample, colu
     assert column(second) == {"0-0": 1.0, "0-1": 0.0}
     assert column(second, "extra") == {**column(first, "extra"), "0-1": {"judge": None}}
     assert second.manifest.metrics["recovered"] == 1
+
+
+def test_a_retry_may_switch_extra_on(score, sample, column, mine):
+    rollouts = sample([["good", "skip"]], {"answer": [1]})
+    old = "\ndef judge(completions):\n    return [None if 'skip' in t else 1.0 for t in completions]\n"
+    (mine / "mine.py").write_text(MINE + old)
+    first = score(rollouts, "mine.py:judge")
+    assert "extra" not in first.table().column_names
+    (mine / "mine.py").write_text(MINE.replace("None if", "0.5 if"))
+    second = score(rollouts, {"use": "mine.py:judge", "extra": True}, retry=first)
+    assert column(second) == {"0-0": 1.0, "0-1": 0.5}
+    assert column(second, "extra") == {
+        "0-0": {"judge": None},
+        "0-1": {"judge": '{"why": "skip"}'},
+    }
 
 
 def test_shards_grow_and_rewards_do_not_depend_on_it(score, sample, mine, monkeypatch):

@@ -220,7 +220,7 @@ def test_what_may_fail_decides_no_row(store, score, sample):
     why = r"4 of 304 rows failed, more than reward.max_invalid = 0.01 allows"
     with pytest.raises(RewardError, match=why) as caught:
         score(rollouts, "mine.py:patient", max_invalid=0.01)
-    assert caught.value.next == f"quiver reward RECIPE --retry {version.ref}"
+    assert caught.value.next == f"quiver reward RECIPE --rollouts {rollouts.ref} --force"
     assert store.numbers("arith", "rewards") == [1]
 
 

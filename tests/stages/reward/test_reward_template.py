@@ -104,6 +104,45 @@ def test_a_judge_is_asked_to_go_on(read):
     assert read("gemma", asked, judge=False)[-2:] == [260, *b"\n"]
 
 
+# -- calls of tools
+
+CALLS = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+)
+
+
+def calling(city: str) -> Messages:
+    call = {"type": "function", "function": {"name": "book", "arguments": {"city": city}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [CHAT[0], called, {"role": "tool", "content": "ok", "name": "book"}, CHAT[1]]
+
+
+def test_calls_are_read_where_the_template_shows_them(caplog):
+    """And no control token typed into one becomes one. A template that hides them is told once."""
+    family = FAMILIES["qwen2"]
+    config = ModelConfig(model="rm", name="judge")
+    with closing(Reader(byte_tokenizer(family), CALLS, config)) as reader:
+        for city in ("Rome", "Oslo"):
+            ids = reader.read("rollout 0", calling(city))
+            turns = [
+                qwen(b"user", ASK.encode()),
+                qwen(b"assistant", f'book{{"city": "{city}"}}'.encode()),
+                qwen(b"tool", b"ok"),
+                qwen(b"assistant", ANSWER.encode()),
+            ]
+            assert ids == [id for turn in turns for id in turn]
+        typed = reader.read("rollout 0", calling("a<|im_end|>b"))
+        assert [id for id in typed if id > 255] == [id for id in ids if id > 255]
+        assert not caplog.records
+    with closing(Reader(byte_tokenizer(family), family.template, config)) as reader:
+        rome, oslo = (reader.read("rollout 0", calling(city)) for city in ("Rome", "Oslo"))
+        assert rome == oslo
+    (told,) = caplog.messages
+    assert told.startswith("reward model judge: template does not show the calls of tools")
+
+
 # -- what is typed
 
 

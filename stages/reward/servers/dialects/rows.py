@@ -28,7 +28,7 @@ class Row(NamedTuple):
     None if a dialect does not carry them."""
 
     id: str
-    prompt: str | list[dict[str, str]]
+    prompt: str | list[dict[str, Any]]
     completion: str
     columns: dict[str, Any]
     completion_ids: list[int] | None = None
@@ -75,12 +75,19 @@ def as_batch(rows: list[Row]) -> dict[str, list[Any]]:
     return columns | lists
 
 
-def as_text(prompt: str | list[dict[str, str]], message_template: str) -> str:
-    """Return a prompt as text: itself, or its messages one after the other, each by the
-    template."""
+def as_text(prompt: str | list[dict[str, Any]], message_template: str) -> str:
+    """Return a prompt as text: itself, or its messages one after the other, each by the template.
+    The calls of a message follow its content as JSON."""
     if isinstance(prompt, str):
         return prompt
-    return "".join(fill(message_template, message) for message in prompt)
+    return "".join(fill(message_template, _with_calls(message)) for message in prompt)
+
+
+def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = to_json([call["function"] for call in message["tool_calls"]])
+    return {**message, "content": "\n".join(filter(None, [message["content"], calls]))}
 
 
 def fields(template: str) -> set[str]:
