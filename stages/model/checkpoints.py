@@ -45,7 +45,7 @@ from quiver.stages.model.folder import (
     parse_object,
     text_fields,
 )
-from quiver.stages.model.weights import require_weights
+from quiver.stages.model.weights import require_weights, save_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -488,10 +488,11 @@ def save_policy(model: PreTrainedModel | None, parent: Version, folder: Path) ->
     """Write `model` as a model directory, in files of at most FILE_BYTES.
 
     Tokenizer, template and generation config are copied from the parent byte for byte. If `model`
-    is None, the parent's config is copied too and no weights are written.
+    is None, the parent's config is copied too and no weights are written. `model` cannot be used
+    after this.
     """
     if model is not None:
-        model.save_pretrained(folder, max_shard_size=FILE_BYTES)
+        save_model(model, folder, max_shard_size=FILE_BYTES)
     for name in CARRIED_FILES if model is not None else ("config.json", *CARRIED_FILES):
         if name in parent.files.names:
             shutil.copyfile(parent.files.path(name), folder / name)

@@ -383,6 +383,36 @@ def test_a_saved_policy_loads_elsewhere_and_keeps_its_tokenizer(store, policy):
     assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
 
 
+@pytest.mark.parametrize(
+    ("file", "fields", "kept"),
+    [
+        ("generation_config.json", {"temperature": 0.6, "top_p": 0.9}, {}),
+        ("generation_config.json", {"num_beams": 1, "early_stopping": True}, {}),
+        ("generation_config.json", {"pad_token_id": -1}, {}),
+        ("config.json", {"temperature": 0.7}, {}),
+        ("config.json", {"output_attentions": True}, {"output_attentions": True}),
+    ],
+)
+def test_what_transformers_reads_and_would_not_write_is_saved(store, folder, file, fields, kept):
+    """Refused at the end of a training, the training would be lost."""
+    before = json.loads((folder / "config.json").read_text())
+    if file == "config.json":
+        (folder / "generation_config.json").unlink()
+    change(folder / file, **fields)
+    parent = imported(store, folder)
+    about = {"stage": "test", "stage_version": 1, "config": PolicyConfig(model="x")}
+    with begin(store, "a", "policy", inputs={"policy": parent}, **about) as work:
+        save_policy(load_model(parent, dtype=torch.float32), parent, work.folder)
+        version = work.commit()
+    assert json.loads(version.files.read("config.json")) == {**before, **kept}
+    assert set(version.files.names) == set(parent.files.names)
+    assert model_entry("policy", version).tokenizer == model_entry("policy", parent).tokenizer
+    if file != "config.json":
+        assert version.files.read(file) == parent.files.read(file)
+    written, read = (load_file(each.files.path(WEIGHTS)) for each in (version, parent))
+    assert all(torch.equal(written[name], read[name]) for name in read)
+
+
 def test_the_tokenizer_is_the_one_that_transformers_chooses(policy):
     chosen = AutoTokenizer.from_pretrained(policy.files.folder)
     ours = checkpoints.load_tokenizer(policy)
