@@ -71,7 +71,7 @@ def test_the_base_is_policy_zero_byte_for_byte(store, folder, tmp_path):
         imported(store, folder, None)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "t5", "bart"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "t5", "bart"])
 def test_what_a_model_is(store, kind):
     version = make_policy(store, kind=kind)
     assert checkpoints.vocabulary_size(version) == 320
@@ -81,6 +81,25 @@ def test_what_a_model_is(store, kind):
     model = load_model(version, dtype=torch.float32)
     assert not model.training
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
+
+
+def test_a_family_has_its_own_names_and_defaults_of_sizes(store, folder):
+    """The hub's T5 names a length that its relative positions do not have; its Gemma 3 leaves out
+    what is the default."""
+    t5 = {"model_type": "t5", "is_encoder_decoder": True, "n_positions": 512}
+    gemma = {"model_type": "gemma3", "text_config": {"hidden_size": 16}, "vision_config": {}}
+    for config, context, vocabulary in (
+        ({"model_type": "gpt2", "vocab_size": 320, "n_positions": 48}, 48, 320),
+        ({"model_type": "mpt", "vocab_size": 320, "max_seq_len": 48}, 48, 320),
+        ({**t5, "vocab_size": 320}, None, 320),
+        (gemma, 131_072, 262_208),
+    ):
+        (folder / "config.json").write_text(json.dumps(config))
+        model = PolicyConfig(model=str(folder))
+        version = small.import_without_weights(model, store, config["model_type"])
+        assert checkpoints.context_length(version) == context
+        assert checkpoints.vocabulary_size(version) == vocabulary
+        assert checkpoints.model_config(version) == config
 
 
 def test_a_config_may_lack_what_only_some_stages_need(store, folder):
