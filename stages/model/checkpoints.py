@@ -12,7 +12,6 @@ base, plus the adapter (see `loading`). Pickled weights and code inside a model 
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import shutil
@@ -25,6 +24,7 @@ from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import ModelEntry, digest
+from quiver.stages.core import plugins
 from quiver.stages.core.config import Config as Base
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.stage import Plan, Refs
@@ -222,10 +222,12 @@ def locate(name: str, revision: str | None, field: str = "policy.model") -> tupl
     """
     if name.startswith("package:"):
         package, _, inner_path = name.removeprefix("package:").partition("/")
-        spec = importlib.util.find_spec(package)
+        spec = plugins.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(
-                f"{field} {name}", f"package {package} is not installed", next=f"install {package}"
+                f"{field} {printable(name)}",
+                f"package {printable(repr(package))} is not installed",
+                next=f"install it, or correct {field}",
             )
         path = Path(spec.submodule_search_locations[0]) / inner_path
     else:

@@ -316,7 +316,20 @@ def test_a_disk_that_takes_no_more_weights_is_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["./nowhere", "package:no_such_package/x.gguf", "nowhere.gguf", "somebody/some-model"]
+    "name",
+    [
+        "./nowhere",
+        "nowhere.gguf",
+        "somebody/some-model",
+        "package:no_such_package/x.gguf",
+        "package:no_such_package.inner/x.gguf",
+        "package:json.decoder.inner/x.gguf",
+        "package:json/x.gguf",
+        "package:.json/x.gguf",
+        "package:__main__/x.gguf",
+        "package:quiver..x/x.gguf",
+        "package:/x.gguf",
+    ],
 )
 def test_a_model_that_is_not_there(store, name):
     with pytest.raises(ConfigError, match=r"policy\.model"):
