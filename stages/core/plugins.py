@@ -103,16 +103,19 @@ def locate(name: str, field: str, kind_name: str = "function") -> Path:
                 f"{field} {printable(holder)}", f"there is no file {path}", next=f"correct {field}"
             )
         return path
-    spec = _find_spec(holder)
+    spec = find_spec(holder)
     if spec is None or not spec.has_location:
         error = ModuleNotFoundError(f"No module named {holder!r} with a source file of its own")
         raise _not_importable(holder, error, field)
     return Path(spec.origin).absolute()
 
 
-def _find_spec(name: str) -> ModuleSpec | None:
-    """Find the spec of module `name`, without importing its packages as importlib does."""
+def find_spec(name: str) -> ModuleSpec | None:
+    """Find the spec of module `name`, without importing its packages as importlib does. Returns
+    None if there is none."""
     top, *submodules = name.split(".")
+    if not all((top, *submodules)):
+        return None
     if top == "quiver":  # our packages may be imported: they hold nothing but docstrings
         with suppress(ModuleNotFoundError):
             return importlib.util.find_spec(name)

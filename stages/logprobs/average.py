@@ -26,7 +26,7 @@ from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.model import checkpoints
-from quiver.stages.model.loading import verify_model
+from quiver.stages.model.loading import empty_model, verify_model
 
 STAGE_VERSION = 1
 
@@ -70,7 +70,9 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Write the average of every weight. Raises LineageError unless both are of one model.
 
-    Computes in float32: in bfloat16 a small rate would change nothing.
+    Computes in float32: in bfloat16 a small rate would change nothing. Files may leave out the
+    prefix that transformers gives to names inside a model's trunk, as the hub's GPT-2 does; the
+    result has the policy's names.
     """
     import torch
     from safetensors import safe_open
@@ -81,10 +83,11 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     verify_model(reference)
     verify_model(policy)
     with writer.phase("average"), storage_errors(plan.name), ExitStack() as stack:
-        reference_files = {}
+        prefix = f"{empty_model(policy).base_model_prefix}."
+        places = {}
         for path in reference.files.folder.glob("*.safetensors"):
             file = stack.enter_context(safe_open(path, "pt"))
-            reference_files.update(dict.fromkeys(file.keys(), file))
+            places |= {key.removeprefix(prefix): (file, key) for key in file.keys()}  # noqa: SIM118
         for name in policy.files.names:
             if "/" in name:
                 continue
@@ -93,7 +96,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                 continue
             weights = load_file(policy.files.path(name))
             for key, weight in weights.items():
-                old = reference_files[key].get_tensor(key) if key in reference_files else None
+                file, old_key = places.get(key.removeprefix(prefix), (None, ""))
+                old = file.get_tensor(old_key) if file else None
                 if old is None or old.shape != weight.shape:
                     raise LineageError(
                         str(reference.ref),

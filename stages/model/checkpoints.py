@@ -12,7 +12,6 @@ base, plus the adapter (see `loading`). Pickled weights and code inside a model 
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 import shutil
@@ -25,6 +24,7 @@ from pydantic import Field, model_validator
 
 from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.manifest import ModelEntry, digest
+from quiver.stages.core import plugins
 from quiver.stages.core.config import Config as Base
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.stage import Plan, Refs
@@ -43,9 +43,10 @@ from quiver.stages.model.folder import (
     move_templates_into_config,
     named_templates,
     parse_object,
+    text_field,
     text_fields,
 )
-from quiver.stages.model.weights import require_weights
+from quiver.stages.model.weights import require_weights, save_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -221,10 +222,12 @@ def locate(name: str, revision: str | None, field: str = "policy.model") -> tupl
     """
     if name.startswith("package:"):
         package, _, inner_path = name.removeprefix("package:").partition("/")
-        spec = importlib.util.find_spec(package)
+        spec = plugins.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise ConfigError(
-                f"{field} {name}", f"package {package} is not installed", next=f"install {package}"
+                f"{field} {printable(name)}",
+                f"package {printable(repr(package))} is not installed",
+                next=f"install it, or correct {field}",
             )
         path = Path(spec.submodule_search_locations[0]) / inner_path
     else:
@@ -401,7 +404,7 @@ def _unusable(version: Version, problem: str) -> ConfigError:
 def vocabulary_size(version: Version) -> int:
     """Return the number of rows of the embedding; token ids are below it. Raises ConfigError."""
     config = model_config(version)
-    size = text_fields(config).get("vocab_size")
+    size = _size_in(config, "vocab_size")
     if type(size) is not int or size < 1:
         raise _unusable(version, f"config.json: vocab_size is {printable(repr(size))}")
     return size
@@ -414,8 +417,24 @@ def context_length(version: Version) -> int | None:
 
 def context_of(config: dict[str, Any]) -> int | None:
     """Return the context length from a model's config.json, or None if it has none."""
-    length = text_fields(config).get("max_position_embeddings")
+    names = ["max_position_embeddings"]
+    if not config.get("is_encoder_decoder"):  # T5 has n_positions, but positions are relative
+        names += ["n_positions", "max_seq_len"]
+    length = _size_in(config, *names)
     return length if isinstance(length, int) and length > 0 else None
+
+
+def _size_in(config: dict[str, Any], *names: str) -> Any:
+    """Return the first field of these `names`; None if there is none.
+
+    A text part inside a config.json may leave out defaults. Only for these is the model's class
+    asked, because that imports torch.
+    """
+    fields = text_fields(config)
+    for name in names:
+        if name in fields:
+            return fields[name]
+    return text_field(config, names[0]) if config.get("text_config") else None
 
 
 def is_encoder_decoder(version: Version) -> bool:
@@ -488,10 +507,11 @@ def save_policy(model: PreTrainedModel | None, parent: Version, folder: Path) ->
     """Write `model` as a model directory, in files of at most FILE_BYTES.
 
     Tokenizer, template and generation config are copied from the parent byte for byte. If `model`
-    is None, the parent's config is copied too and no weights are written.
+    is None, the parent's config is copied too and no weights are written. `model` cannot be used
+    after this.
     """
     if model is not None:
-        model.save_pretrained(folder, max_shard_size=FILE_BYTES)
+        save_model(model, folder, max_shard_size=FILE_BYTES)
     for name in CARRIED_FILES if model is not None else ("config.json", *CARRIED_FILES):
         if name in parent.files.names:
             shutil.copyfile(parent.files.path(name), folder / name)

@@ -19,7 +19,8 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -201,6 +202,24 @@ def parse_object(raw: bytes) -> dict[str, Any] | None:
 def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json, with those of its text part in place of its own."""
     return {**config, **(config.get("text_config") or {})}
+
+
+def text_field(config: Mapping[str, Any], name: str) -> Any:
+    """Return one field of the text part, by the name that most families have for it.
+
+    If config.json has no such name, transformers' class for the model decides: it knows a family's
+    own names (`n_layer`) and defaults. Only then are transformers and torch imported. Returns None
+    if the class has no such field, or does not take the config.
+    """
+    fields = text_fields(config)
+    if name in fields:
+        return fields[name]
+    with suppress(Exception):  # each class refuses in its own way; loading the model says why
+        from transformers import AutoConfig
+
+        loaded = AutoConfig.for_model(**deepcopy(dict(config)))
+        return getattr(loaded.get_text_config(), name, None)
+    return None
 
 
 def _is_in_hub_cache(link: Path, folder: Path) -> bool:

@@ -26,7 +26,7 @@ from .checkpoints import CARRIED_FILES, PolicyConfig, locate
 from .families import THREE_AXES, loader_of, modalities_of, require_language_model
 from .folder import convert_gguf
 from .shrink import shrink
-from .weights import require_weights
+from .weights import require_weights, save_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +62,7 @@ def make(
             torch.manual_seed(0)
             made = loader.from_config(config, dtype=torch.float32)
             _try_pass(made)
-            made.save_pretrained(folder)
+            save_model(made, folder)
         except ConfigError:
             raise
         except Exception as error:  # each family reports bad sizes in its own way

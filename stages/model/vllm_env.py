@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, QuiverError, ResourceError, printable
-from quiver.stages.model.folder import text_fields
+from quiver.stages.model.folder import text_field
 from quiver.stages.model.mkl_warmup import make_first_calls
 
 CPU_BLOCK = 32
@@ -141,11 +141,10 @@ def cpu_cache_bytes(config: dict[str, Any], length: int, sequences: int, itemsiz
         sequences: Sequences at once.
         itemsize: Bytes per cached number.
     """
-    config = text_fields(config)
-    layers = config.get("num_hidden_layers", 1)
-    heads = config.get("num_attention_heads", 1)
-    key_heads = config.get("num_key_value_heads") or heads
-    width = config.get("head_dim") or config.get("hidden_size", 1) // heads
+    layers = text_field(config, "num_hidden_layers") or 1
+    heads = text_field(config, "num_attention_heads") or 1
+    key_heads = text_field(config, "num_key_value_heads") or heads
+    width = text_field(config, "head_dim") or (text_field(config, "hidden_size") or 1) // heads
     sequence_bytes = 2 * layers * key_heads * width * itemsize * (length + CPU_BLOCK)
     most = int(0.4 * free_bytes())
     return max(sequence_bytes + _GIB // 16, min(sequence_bytes * sequences, most))

@@ -1,11 +1,11 @@
-"""Checks that a model's files hold all of its weights.
+"""Checks that a model's files hold all of its weights, and writes a model's files.
 
     require_weights(Path("path/to/model"), "path/to/model")      # reads little more than headers
 
 Importing this module does not import torch.
 
-Not of the spine: the import of a base model and `--dry-run` call `require_weights`; `loading` calls
-`load_whole`.
+Not of the spine: the import of a base model and `--dry-run` call `require_weights`, `loading` calls
+`load_whole`, and what saves a model calls `save_model`.
 """
 
 from __future__ import annotations
@@ -49,6 +49,22 @@ def load_whole(loader: Any, folder: Path, name: str, **options: Any) -> PreTrain
             next=f"complete its files{tied if is_head else ''}, or name another model",
         )
     return model
+
+
+def save_model(model: PreTrainedModel, folder: Path, **options: Any) -> None:
+    """Write the config and the weights of `model` into `folder`; afterwards, do not use it.
+
+    Its generation config is not written: callers copy the file of the model it comes from.
+    Transformers refuses to write what it reads with no more than a warning, such as a temperature
+    without do_sample, or attentions as outputs of a kernel that gives none. Neither is checked
+    here, because that would lose a finished training.
+    """
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig()
+    model.config._attn_implementation = "eager"  # is not written either
+    model.save_pretrained(folder, **options)
+    (folder / "generation_config.json").unlink(missing_ok=True)
 
 
 def require_weights(folder: Path, name: str) -> None:

@@ -151,7 +151,8 @@ class Lora(base.Config):
     learning rate work for all ranks."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Layers that get adapters: all linear layers of the language model except the output
-    embedding, or those whose names end with one of these, such as ["q_proj", "v_proj"]."""
+    embedding, or those of them whose names end with one of these, such as ["q_proj",
+    "v_proj"]."""
     save: Literal["merged", "adapter"] = "merged"
     """Contents of the next policy. merged: the whole model in float32, and the adapter. adapter:
     only the adapter, about a hundredth of the disk; its readers put it on the base as they load it,

@@ -201,18 +201,19 @@ def _without_experts(config: Lora, model: PreTrainedModel, layers: list[str]) ->
 def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
     """Return the full names of the layers that get an adapter.
 
-    The output embedding gets none: the trainer's head reads its weight directly and would bypass an
-    adapter.
+    What reads pictures and clips gets none: it stays frozen, and `save` writes what is trained. The
+    output embedding gets none either: the trainer's head reads its weight directly and would bypass
+    an adapter.
     """
     head = model.get_output_embeddings()
+    of_vision = {id(parameter) for parameter in vision_parameters(model)}
     linear = [
         name
         for name, module in model.named_modules()
-        if type(module) in _LINEAR and module is not head
+        if type(module) in _LINEAR and module is not head and id(module.weight) not in of_vision
     ]
     if config.target_modules == "all-linear":
-        of_vision = {id(parameter) for parameter in vision_parameters(model)}
-        return [name for name in linear if id(model.get_submodule(name).weight) not in of_vision]
+        return linear
     chosen = set()
     for target in config.target_modules:
         matching = [name for name in linear if f".{name}".endswith(f".{target}")]
@@ -220,8 +221,9 @@ def _layers(config: Lora, model: PreTrainedModel) -> list[str]:
             endings = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
                 "optimize.lora.target_modules",
-                f"no linear layer inside the model is called {printable(repr(target))}; there are "
-                f"{', '.join(endings)}{did_you_mean(target, endings)}",
+                "no linear layer inside the language model is called "
+                f"{printable(repr(target))}; there are {', '.join(endings)}"
+                f"{did_you_mean(target, endings)}",
                 next='correct optimize.lora.target_modules, or set it to "all-linear"',
             )
         chosen.update(matching)

@@ -31,6 +31,7 @@ from quiver.stages.model.forward.gpu.choice import uncast
 from quiver.stages.model.forward.media import vision_parameters
 from quiver.stages.model.forward.projections import product, product_dtype
 from quiver.stages.model.loading import load_pretrained, read_by_linear_layers_alone
+from quiver.stages.model.weights import save_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,7 +78,7 @@ def rounded(folder: Path, model: str, revision: str | None = None) -> None:
         for _ in range(2):  # 16 bits round the blocks' scales too, and then the weights are final
             weight = Nf4Linear(linear, torch.device("cpu")).weight
             linear.weight.data = weight.to(linear.weight.dtype)
-    loaded.save_pretrained(folder)
+    save_model(loaded, folder)
     for file in model_files(source):
         if file.name != "config.json" and ".safetensors" not in file.name:
             target = folder / file.relative_to(source)

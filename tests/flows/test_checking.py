@@ -391,7 +391,7 @@ def refused_before_prompts(problem: str, *settings: str) -> None:
 
 
 def test_layers_that_the_model_lacks_are_refused_as_the_run_refuses_them(folder):
-    problem = "no linear layer inside the model is called 'q_porj'"
+    problem = "no linear layer inside the language model is called 'q_porj'"
     refused_before_prompts(problem, "optimize.lora.target_modules=['q_porj']")
     check("optimize.lora.target_modules=['q_proj']")
 

@@ -49,6 +49,26 @@ def test_a_small_rate_moves_weights_that_are_bfloat16(store, tmp_path):
         assert not torch.equal(weight, before)
 
 
+@pytest.mark.parametrize(("kind", "prefix"), [("gpt2", "transformer."), ("llama", "model.")])
+def test_a_base_may_lack_the_prefix_of_the_names_that_transformers_saves(
+    store, tmp_path, kind, prefix
+):
+    """The hub's GPT-2 has `h.0.attn.c_attn.weight`."""
+    policy = make_policy(store, "other", kind, seed=1)
+    path = make_folder(tmp_path / "base", kind) / "model.safetensors"
+    old = load_file(path)
+    save_file({name.removeprefix(prefix): old[name] for name in old}, path, {"format": "pt"})
+    config = {"model": str(path.parent)}
+    base = store.open(run_stage("policy", config, store, into="base", in_process=True))
+    new = weights(policy)
+    expected = {name: 0.75 * old[name] + 0.25 * new[name] for name in new}
+    for reference, other, cut in ((base, policy, ""), (policy, base, prefix)):
+        rate = 0.25 if other is policy else 0.75
+        found = weights(average(store, reference, other, rate))
+        wanted = {name.removeprefix(cut): expected[name] for name in expected}
+        torch.testing.assert_close(found, wanted, atol=1e-7, rtol=0)
+
+
 @pytest.mark.parametrize("damaged", [0, 1])
 def test_weights_that_are_not_what_was_written_are_not_averaged(store, policy, damaged):
     versions = [policy, make_policy(store, "other", seed=1)]

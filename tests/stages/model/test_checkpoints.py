@@ -71,7 +71,7 @@ def test_the_base_is_policy_zero_byte_for_byte(store, folder, tmp_path):
         imported(store, folder, None)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "t5", "bart"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "t5", "bart"])
 def test_what_a_model_is(store, kind):
     version = make_policy(store, kind=kind)
     assert checkpoints.vocabulary_size(version) == 320
@@ -81,6 +81,25 @@ def test_what_a_model_is(store, kind):
     model = load_model(version, dtype=torch.float32)
     assert not model.training
     assert all(m.p == 0 for m in model.modules() if isinstance(m, torch.nn.Dropout))
+
+
+def test_a_family_has_its_own_names_and_defaults_of_sizes(store, folder):
+    """The hub's T5 names a length that its relative positions do not have; its Gemma 3 leaves out
+    what is the default."""
+    t5 = {"model_type": "t5", "is_encoder_decoder": True, "n_positions": 512}
+    gemma = {"model_type": "gemma3", "text_config": {"hidden_size": 16}, "vision_config": {}}
+    for config, context, vocabulary in (
+        ({"model_type": "gpt2", "vocab_size": 320, "n_positions": 48}, 48, 320),
+        ({"model_type": "mpt", "vocab_size": 320, "max_seq_len": 48}, 48, 320),
+        ({**t5, "vocab_size": 320}, None, 320),
+        (gemma, 131_072, 262_208),
+    ):
+        (folder / "config.json").write_text(json.dumps(config))
+        model = PolicyConfig(model=str(folder))
+        version = small.import_without_weights(model, store, config["model_type"])
+        assert checkpoints.context_length(version) == context
+        assert checkpoints.vocabulary_size(version) == vocabulary
+        assert checkpoints.model_config(version) == config
 
 
 def test_a_config_may_lack_what_only_some_stages_need(store, folder):
@@ -297,7 +316,20 @@ def test_a_disk_that_takes_no_more_weights_is_told(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["./nowhere", "package:no_such_package/x.gguf", "nowhere.gguf", "somebody/some-model"]
+    "name",
+    [
+        "./nowhere",
+        "nowhere.gguf",
+        "somebody/some-model",
+        "package:no_such_package/x.gguf",
+        "package:no_such_package.inner/x.gguf",
+        "package:json.decoder.inner/x.gguf",
+        "package:json/x.gguf",
+        "package:.json/x.gguf",
+        "package:__main__/x.gguf",
+        "package:quiver..x/x.gguf",
+        "package:/x.gguf",
+    ],
 )
 def test_a_model_that_is_not_there(store, name):
     with pytest.raises(ConfigError, match=r"policy\.model"):
@@ -381,6 +413,36 @@ def test_a_saved_policy_loads_elsewhere_and_keeps_its_tokenizer(store, policy):
     assert (before.tokenizer, before.template) == (after.tokenizer, after.template)
     loaded = AutoModelForCausalLM.from_pretrained(version.files.folder)
     assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "kept"),
+    [
+        ("generation_config.json", {"temperature": 0.6, "top_p": 0.9}, {}),
+        ("generation_config.json", {"num_beams": 1, "early_stopping": True}, {}),
+        ("generation_config.json", {"pad_token_id": -1}, {}),
+        ("config.json", {"temperature": 0.7}, {}),
+        ("config.json", {"output_attentions": True}, {"output_attentions": True}),
+    ],
+)
+def test_what_transformers_reads_and_would_not_write_is_saved(store, folder, file, fields, kept):
+    """Refused at the end of a training, the training would be lost."""
+    before = json.loads((folder / "config.json").read_text())
+    if file == "config.json":
+        (folder / "generation_config.json").unlink()
+    change(folder / file, **fields)
+    parent = imported(store, folder)
+    about = {"stage": "test", "stage_version": 1, "config": PolicyConfig(model="x")}
+    with begin(store, "a", "policy", inputs={"policy": parent}, **about) as work:
+        save_policy(load_model(parent, dtype=torch.float32), parent, work.folder)
+        version = work.commit()
+    assert json.loads(version.files.read("config.json")) == {**before, **kept}
+    assert set(version.files.names) == set(parent.files.names)
+    assert model_entry("policy", version).tokenizer == model_entry("policy", parent).tokenizer
+    if file != "config.json":
+        assert version.files.read(file) == parent.files.read(file)
+    written, read = (load_file(each.files.path(WEIGHTS)) for each in (version, parent))
+    assert all(torch.equal(written[name], read[name]) for name in read)
 
 
 def test_the_tokenizer_is_the_one_that_transformers_chooses(policy):

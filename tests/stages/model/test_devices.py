@@ -113,6 +113,8 @@ def test_without_nodes_it_is_the_machines(tmp_path):
 def test_a_cache_holds_all_sequences_or_what_there_is_room_for():
     token = 2 * 30 * 3 * 64 * 4
     assert cpu_cache_bytes(CONFIG, 96, 100, 4) == 100 * token * (96 + 32)
+    gpt2 = {"model_type": "gpt2", "n_layer": 30, "n_head": 3, "n_embd": 3 * 64}
+    assert cpu_cache_bytes(gpt2, 96, 100, 4) == 100 * token * (96 + 32)
     most = cpu_cache_bytes(CONFIG, 4000, 10**6, 4)
     assert most <= free_bytes() and most >= token * 4032
 

@@ -49,6 +49,8 @@ def test_a_model_that_transformers_lists_among_those_that_see_is_loaded(store, t
     made = architectures.make_tiny(architectures.config_of("mistral4"))
     made.save_pretrained(exact)
     tiny.tokenizer().save_pretrained(exact)
+    unsampled = json.dumps({"temperature": 0.6, "eos_token_id": tiny.EOS})
+    (exact / "generation_config.json").write_text(unsampled)  # transformers would not write it
     assert memory.shape_of(made.config).weights == sum(each.numel() for each in made.parameters())
     rounded.mkdir()
     nf4.rounded(rounded, str(exact))
@@ -64,6 +66,8 @@ def test_a_model_that_transformers_lists_among_those_that_see_is_loaded(store, t
     shrunk.mkdir()
     small.make(shrunk, model=str(exact))
     assert json.loads((shrunk / "config.json").read_text())["model_type"] == "mistral4"
+    for folder in (rounded, shrunk):
+        assert (folder / "generation_config.json").read_text() == unsampled
 
 
 @pytest.mark.slow

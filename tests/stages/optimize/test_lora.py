@@ -285,7 +285,7 @@ def test_another_adapter_than_the_checkpoints_is_refused(store, policy, made):
 @pytest.mark.parametrize("name", ["q_porj", "lm_head", "embed_tokens", "proj", ""])
 def test_names_that_are_no_layer_are_refused(policy, name):
     model = load_model(policy, dtype=torch.float32)
-    with pytest.raises(ConfigError, match="no linear layer inside the model") as caught:
+    with pytest.raises(ConfigError, match="no linear layer inside the language model") as caught:
         attach(Lora(target_modules=["k_proj", name]), model, policy, seed=0)
     names = "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
     assert names in caught.value.message
@@ -316,12 +316,16 @@ def test_a_router_of_experts_gets_no_adapter(store, tmp_path, kind):
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
     assert any("q_proj" in name for name in trained)
     assert not any("router" in name for name in trained)
-    with pytest.raises(ConfigError, match="no linear layer inside the model is called 'router'"):
+    with pytest.raises(
+        ConfigError, match="no linear layer inside the language model is called 'router'"
+    ):
         require_layers(Lora(target_modules=["router"]), policy)
 
 
 def test_layers_are_checked_without_the_weights(policy):
-    with pytest.raises(ConfigError, match=r"no linear layer inside the model.*mean q_proj\?"):
+    with pytest.raises(
+        ConfigError, match=r"no linear layer inside the language model.*mean q_proj\?"
+    ):
         require_layers(Lora(target_modules=["q_porj"]), policy)
     require_layers(Lora(**SMALL), policy)
 
