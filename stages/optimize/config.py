@@ -346,7 +346,8 @@ class Config(base.Config):
     save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the policy's weights on disk. bfloat16: half the bytes for every reader, rounded to
     nearest; the optimizer's state keeps the lower halves of the float32 weights, from which the
-    next iteration goes on exactly. With precision bf16_stochastic the weights are always bfloat16.
+    next iteration goes on exactly, so both `save_optimizer` and `load_optimizer` are needed, unless
+    adapters are trained. With precision bf16_stochastic the weights are always bfloat16.
     auto: bfloat16 if precision is bf16, the state is saved and loaded, and no bound of the ratio is
     tight; else float32."""
     load_optimizer: bool = True
@@ -440,10 +441,11 @@ class Config(base.Config):
                 f"leave {conflicting} out"
             )
         saves_rounded = self.save_dtype == "bfloat16" and not is_narrow
-        if saves_rounded and not (self.lora or self.save_optimizer):
+        unset = [name for name in ("save_optimizer", "load_optimizer") if not getattr(self, name)]
+        if saves_rounded and unset and not self.lora:
             raise ValueError(
                 "save_dtype 'bfloat16' keeps half of the float32 weights in the optimizer's state: "
-                "set save_optimizer = true, or take 'float32'"
+                f"set {unset[0]} = true, or take 'auto' or 'float32'"
             )
         if saves_rounded and self.needs_prox:
             raise ValueError(
@@ -669,6 +671,13 @@ class Config(base.Config):
         return plugins.fingerprint(
             plugins.locate(self.algorithm, "optimize.algorithm", algorithms.Algorithm.__name__)
         )
+
+    def without_moments(self) -> list[str]:
+        """Return the settings, as for `--set`, of the same training with a new optimizer state."""
+        settings = ["optimize.load_optimizer=false"]
+        if self.save_dtype == "bfloat16" and not self.lora:
+            settings.append("optimize.save_dtype=auto")  # see `_check_optimizer`
+        return settings
 
     @property
     def has_nf4_base(self) -> bool:

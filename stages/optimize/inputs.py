@@ -34,7 +34,7 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.versions import OPTIMIZER_FOLDER
 from quiver.stages.model import checkpoints
 
-from .config import Lora
+from .config import Config, Lora
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def open_inputs(
     return inputs
 
 
-def require_optimizer_state(inputs: Mapping[str, Version]) -> None:
+def require_optimizer_state(config: Config, inputs: Mapping[str, Version]) -> None:
     """Raise LineageError if the optimizer state of the policy expired."""
     policy = inputs["policy"]
     try:
@@ -91,9 +91,9 @@ def require_optimizer_state(inputs: Mapping[str, Version]) -> None:
     except LineageError as error:
         error.message += "; optimize.load_optimizer = false starts with a new one"
         names = [f"--rollouts {version['rollouts'].ref}" for version in sets(inputs)]
-        error.next = (
-            f"quiver optimize RECIPE --policy {policy.ref} {' '.join(names)} "
-            "--set optimize.load_optimizer=false"
+        settings = [f"--set {setting}" for setting in config.without_moments()]
+        error.next = " ".join(
+            ["quiver optimize RECIPE --policy", str(policy.ref), *names, *settings]
         )
         raise
 

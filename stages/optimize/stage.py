@@ -145,7 +145,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         config.lora, plan.inputs["policy"]
     )
     if loads_optimizer:
-        require_optimizer_state(plan.inputs)
+        require_optimizer_state(config, plan.inputs)
     writer = writers.get("policy")
     phase = writer.phase if writer else nullcontext
     with phase("import"):
