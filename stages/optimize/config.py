@@ -756,10 +756,12 @@ class Config(base.Config):
     def least_samples(self) -> int:
         """Rollouts of one prompt that the advantage needs at least; 1 for a user's own
         algorithm."""
-        algorithm = algorithms.ALGORITHMS.get(self.algorithm)
-        advantage = self.advantage or (algorithm and algorithm.advantage)
-        if self.turn_advantage:
-            return 2
+        row = algorithms.ALGORITHMS.get(self.algorithm)
+        return self.least_of(self.turn_advantage or self.advantage or (row and row.advantage))
+
+    def least_of(self, advantage: Any) -> int:
+        """Return the rollouts of one prompt that an advantage needs at least; 1 for a user's own
+        function."""
         if advantage == "pass_at_k":
             return (self.pass_k or 4) + 1
         return 2 if advantage in GROUP_ADVANTAGES else 1
