@@ -260,8 +260,9 @@ class Config(base.Config):
     """KL to the reference, in nats per token, that `kl_coef` is steered towards over the policy's
     life. After a step above the target the coefficient goes up, else down, in proportion and by at
     most a fifth. With `kl_in_reward` the coefficient is constant within a training, and the next
-    training starts from the updated one. `kl_coef` is the start value. Default: the coefficient
-    stays."""
+    training starts from the updated one. `kl_coef` is the start value of the policy's life: later
+    policies go on from the coefficient in their metrics, whatever the recipe says. Default: the
+    coefficient stays."""
     kl_horizon: int = Field(default=10_000, ge=1)
     """With `kl_target`: rollouts over which the coefficient moves by its relative distance from the
     target, limited to a fifth."""
@@ -271,7 +272,9 @@ class Config(base.Config):
     nll_reward: float = 1.0
     """With `nll_coef`: smallest reward of a good answer."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus in the loss. With `entropy_target`: the start value."""
+    """Weight of the entropy bonus in the loss. With `entropy_target`: the start value of the
+    policy's life; later policies go on from the coefficient in their metrics, whatever the recipe
+    says."""
     entropy_target: float | None = Field(default=None, gt=0)
     """Mean entropy in nats per token to steer the coefficient towards, over the policy's life.
     After a step at or below the target it goes up, else down; above the target there is no bonus.
@@ -694,12 +697,16 @@ class Config(base.Config):
         """True if the loss rewards entropy, now or after the coefficient has moved."""
         return self.entropy_coef > 0 or self.entropy_target is not None
 
-    def with_steered_kl(self, metrics: Mapping[str, Any]) -> Config:
-        """Return the config of the next training of a policy with these `metrics`: with a KL
-        target, its coefficient is the one that the last training ended with."""
-        if self.kl_target is None:
-            return self
-        return self.model_copy(update={"kl_coef": metrics.get("kl_coef", self.kl_coef)})
+    def with_steered(self, metrics: Mapping[str, Any]) -> Config:
+        """Return the config of the next training of a policy with these `metrics`: a coefficient
+        that follows a target is the one that the last training ended with."""
+        targets = {"kl_coef": self.kl_target, "entropy_coef": self.entropy_target}
+        carried = {
+            name: metrics[name]
+            for name, target in targets.items()
+            if target is not None and name in metrics
+        }
+        return self.model_copy(update=carried)
 
     def terms_beside_rewards(self) -> list[str]:
         """Return the keys of the loss's terms that train even if every advantage is 0."""
