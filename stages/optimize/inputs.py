@@ -21,6 +21,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -76,7 +77,7 @@ def open_inputs(
     for role, refs in beside.items():
         versions = [store.open(ref) for ref in _as_list(refs)]
         if versions or role == "rewards":
-            ordered = _in_order_of(rollouts_by_content, role, versions)
+            ordered = _comparable_of(rollouts_by_content, role, versions)
             inputs |= _numbered(role, ordered)
             if role == "ref":
                 _require_one_reference(ordered)
@@ -122,7 +123,7 @@ def _numbered(role: str, versions: Iterable[Version]) -> dict[str, Version]:
     }
 
 
-def _in_order_of(
+def _comparable_of(
     rollouts: Mapping[str, Version], role: str, versions: list[Version]
 ) -> list[Version]:
     """Return `versions` in the order of their rollouts, which are keyed by content hash. Raises
@@ -190,7 +191,7 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
         return {"base": policy, **inputs}
     saved = parse(Lora, policy.manifest.config_section("lora"), f"{policy.ref} lora")
     for_life = Lora.model_fields.keys() - {"save"}
-    changed = [name for name in for_life if getattr(config, name) != getattr(saved, name)]
+    changed = [name for name in for_life if _comparable(config, name) != _comparable(saved, name)]
     if changed:
         expected = ", ".join(f"{name} = {getattr(saved, name)}" for name in changed)
         asked = ", ".join(f"{name} = {getattr(config, name)}" for name in changed)
@@ -206,6 +207,12 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
             ),
         )
     return {"base": base, **inputs}
+
+
+def _comparable(config: Lora, name: str) -> Any:
+    """Return a field of adapters; the order of layers, and one named twice, make no difference."""
+    value = getattr(config, name)
+    return set(value) if isinstance(value, list) else value
 
 
 def has_optimizer_state(config: Lora | None, policy: Version) -> bool:

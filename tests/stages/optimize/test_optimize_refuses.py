@@ -282,3 +282,16 @@ def test_what_helps_is_told_by_the_rollouts_that_are_not_scored(store, policy, e
     assert "group_normalized needs 2 scored rollouts a prompt, found 1" in caught.value.message
     assert f"the others ended: 12 by {ends[1]}" in caught.value.message
     assert helps in caught.value.next
+
+
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "ppo"])
+def test_rewards_whose_square_is_infinite_are_not_a_matter_of_the_learning_rate(
+    store, policy, algorithm
+):
+    def score(row):
+        return (-1.0) ** row["sample_index"] * 2e38
+
+    made = world.scored(store, policy, world.rows_of(policy, 4, 4), score)
+    with pytest.raises(NumericError, match=r"the largest reward is 2e\+38, ") as caught:
+        _run(store, policy, made, _config(algorithm=algorithm))
+    assert caught.value.next == "make the rewards smaller"
