@@ -76,7 +76,7 @@ def next_commands(
     # The policy that sampled is this many policies before the newest, whose optimizer state stays.
     moments = recipe.retention.moments
     is_state_gone = moments is not None and moments < 2 + recipe.overlap
-    fresh = ["optimize.load_optimizer=false"] if is_state_gone else []
+    fresh = recipe.optimize.without_moments() if is_state_gone else []
     rollouts = ["--rollouts", last["rollouts"]]
     commands = (
         ["optimize", *same, *set_options(changes), *rollouts, *set_options(fresh)],

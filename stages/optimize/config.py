@@ -261,8 +261,9 @@ class Config(base.Config):
     """KL to the reference, in nats per token, that `kl_coef` is steered towards over the policy's
     life. After a step above the target the coefficient goes up, else down, in proportion and by at
     most a fifth. With `kl_in_reward` the coefficient is constant within a training, and the next
-    training starts from the updated one. `kl_coef` is the start value. Default: the coefficient
-    stays."""
+    training starts from the updated one. `kl_coef` is the start value of the policy's life: later
+    policies go on from the coefficient in their metrics, whatever the recipe says. Default: the
+    coefficient stays."""
     kl_horizon: int = Field(default=10_000, ge=1)
     """With `kl_target`: rollouts over which the coefficient moves by its relative distance from the
     target, limited to a fifth."""
@@ -272,7 +273,9 @@ class Config(base.Config):
     nll_reward: float = 1.0
     """With `nll_coef`: smallest reward of a good answer."""
     entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus in the loss. With `entropy_target`: the start value."""
+    """Weight of the entropy bonus in the loss. With `entropy_target`: the start value of the
+    policy's life; later policies go on from the coefficient in their metrics, whatever the recipe
+    says."""
     entropy_target: float | None = Field(default=None, gt=0)
     """Mean entropy in nats per token to steer the coefficient towards, over the policy's life.
     After a step at or below the target it goes up, else down; above the target there is no bonus.
@@ -347,7 +350,8 @@ class Config(base.Config):
     save_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the policy's weights on disk. bfloat16: half the bytes for every reader, rounded to
     nearest; the optimizer's state keeps the lower halves of the float32 weights, from which the
-    next iteration goes on exactly. With precision bf16_stochastic the weights are always bfloat16.
+    next iteration goes on exactly, so both `save_optimizer` and `load_optimizer` are needed, unless
+    adapters are trained. With precision bf16_stochastic the weights are always bfloat16.
     auto: bfloat16 if precision is bf16, the state is saved and loaded, and no bound of the ratio is
     tight; else float32."""
     load_optimizer: bool = True
@@ -441,10 +445,11 @@ class Config(base.Config):
                 f"leave {conflicting} out"
             )
         saves_rounded = self.save_dtype == "bfloat16" and not is_narrow
-        if saves_rounded and not (self.lora or self.save_optimizer):
+        unset = [name for name in ("save_optimizer", "load_optimizer") if not getattr(self, name)]
+        if saves_rounded and unset and not self.lora:
             raise ValueError(
                 "save_dtype 'bfloat16' keeps half of the float32 weights in the optimizer's state: "
-                "set save_optimizer = true, or take 'float32'"
+                f"set {unset[0]} = true, or take 'auto' or 'float32'"
             )
         if saves_rounded and self.needs_prox:
             raise ValueError(
@@ -671,6 +676,13 @@ class Config(base.Config):
             plugins.locate(self.algorithm, "optimize.algorithm", algorithms.Algorithm.__name__)
         )
 
+    def without_moments(self) -> list[str]:
+        """Return the settings, as for `--set`, of the same training with a new optimizer state."""
+        settings = ["optimize.load_optimizer=false"]
+        if self.save_dtype == "bfloat16" and not self.lora:
+            settings.append("optimize.save_dtype=auto")  # see `_check_optimizer`
+        return settings
+
     @property
     def has_nf4_base(self) -> bool:
         """True if adapters are trained on a base of 4 bits."""
@@ -686,12 +698,16 @@ class Config(base.Config):
         """True if the loss rewards entropy, now or after the coefficient has moved."""
         return self.entropy_coef > 0 or self.entropy_target is not None
 
-    def with_steered_kl(self, metrics: Mapping[str, Any]) -> Config:
-        """Return the config of the next training of a policy with these `metrics`: with a KL
-        target, its coefficient is the one that the last training ended with."""
-        if self.kl_target is None:
-            return self
-        return self.model_copy(update={"kl_coef": metrics.get("kl_coef", self.kl_coef)})
+    def with_steered(self, metrics: Mapping[str, Any]) -> Config:
+        """Return the config of the next training of a policy with these `metrics`: a coefficient
+        that follows a target is the one that the last training ended with."""
+        targets = {"kl_coef": self.kl_target, "entropy_coef": self.entropy_target}
+        carried = {
+            name: metrics[name]
+            for name, target in targets.items()
+            if target is not None and name in metrics
+        }
+        return self.model_copy(update=carried)
 
     def terms_beside_rewards(self) -> list[str]:
         """Return the keys of the loss's terms that train even if every advantage is 0."""
@@ -748,10 +764,12 @@ class Config(base.Config):
     def least_samples(self) -> int:
         """Rollouts of one prompt that the advantage needs at least; 1 for a user's own
         algorithm."""
-        algorithm = algorithms.ALGORITHMS.get(self.algorithm)
-        advantage = self.advantage or (algorithm and algorithm.advantage)
-        if self.turn_advantage:
-            return 2
+        row = algorithms.ALGORITHMS.get(self.algorithm)
+        return self.least_of(self.turn_advantage or self.advantage or (row and row.advantage))
+
+    def least_of(self, advantage: Any) -> int:
+        """Return the rollouts of one prompt that an advantage needs at least; 1 for a user's own
+        function."""
         if advantage == "pass_at_k":
             return (self.pass_k or 4) + 1
         return 2 if advantage in GROUP_ADVANTAGES else 1

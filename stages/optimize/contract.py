@@ -2,7 +2,8 @@
 
 A loss of the wrong shape would be broadcast silently, and a loss without gradient would fail deep
 inside torch. So signatures are checked before any data is read, and every result before it is used:
-ConfigError. The table's own rows are not checked.
+ConfigError, also for whatever the function raises. It gets tensors of its own, which it may change,
+and may return any float dtype. The table's own rows are not checked.
 
     function = checked("mine.py:ALGORITHM advantage", "advantage", my_advantage)
     function(rewards, groups)                            # called like the user's
@@ -17,7 +18,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, QuiverError, printable
 
 ADVANTAGE_COLUMNS = ("lengths", "parts", "part_weights")
 """Optional arguments of an advantage of rollouts, passed by name."""
@@ -68,8 +69,8 @@ def problem_of(row: Any) -> str:
 
 
 def checked(name: str, role: str, function: Callable, needs: Sequence[str] = ()) -> Callable:
-    """Return `function` with a check of every result. Raises ConfigError now if its signature is
-    wrong.
+    """Return `function` with a check of every result, in the dtype that its callers compute with.
+    Raises ConfigError now if its signature is wrong.
 
     Args:
         name: name of the function in errors.
@@ -97,17 +98,26 @@ def checked(name: str, role: str, function: Callable, needs: Sequence[str] = ())
     def call(first: Any, *others: Any, **options: Any) -> Any:
         import torch
 
-        answer = function(first, *others, **options)
+        from quiver.stages.model.folder import says_no_memory
+
+        given = {key: _own(value) for key, value in options.items()}
+        try:
+            answer = function(_own(first), *map(_own, others), **given)
+        except QuiverError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            if says_no_memory(error):
+                raise
+            raise _wrong(name, f"raised {type(error).__name__}: {printable(error)}") from error
         tensors = answer if len(contents) > 1 else (answer,)
         if not isinstance(tensors, tuple) or len(tensors) != len(contents):
             raise _wrong(
                 name,
                 f"expected the two tensors {' and '.join(contents)}, found {_describe(answer)}",
             )
-        if role == "aggregation":
-            shape = [int(first.sum())]
-        else:
-            shape = list((first.logprobs if role == "surrogate" else first).shape)
+        column = first.logprobs if role == "surrogate" else first
+        shape = [int(first.sum())] if role == "aggregation" else list(column.shape)
+        results = []
         for content, tensor in zip(contents, tensors, strict=True):
             kind = "bool" if content == "clipped" else "float"
             fits = isinstance(tensor, torch.Tensor) and list(tensor.shape) == shape
@@ -115,11 +125,41 @@ def checked(name: str, role: str, function: Callable, needs: Sequence[str] = ())
                 raise _wrong(
                     name, f"expected {content} as {kind} {shape}, found {_describe(tensor)}"
                 )
-        if role == "surrogate" and first.logprobs.requires_grad > tensors[0].requires_grad:
-            raise _wrong(name, "its loss has no gradient: nothing of it depends on tokens.logprobs")
-        return answer
+            dtype = {"clipped": torch.bool, "weights": torch.float64}.get(content, torch.float32)
+            results.append(tensor.to(column.device, dtype))
+        if role == "surrogate":
+            if column.requires_grad > results[0].requires_grad:
+                raise _wrong(
+                    name, "its loss has no gradient: nothing of it depends on tokens.logprobs"
+                )
+            return tuple(results)
+        results = [result.detach() for result in results]
+        for content, result in zip(contents, results, strict=True):
+            _require_finite(name, content, result, may_be_nan=role in ("rollouts", "turns"))
+        return tuple(results) if len(contents) > 1 else results[0]
 
     return call
+
+
+def _own(value: Any) -> Any:
+    """Return a copy of a tensor, or `Tokens` with copies of theirs; anything else as it is."""
+    if hasattr(value, "_make"):
+        return value._make(map(_own, value))
+    return value.clone() if hasattr(value, "clone") else value
+
+
+def _require_finite(name: str, content: str, result: Any, may_be_nan: bool) -> None:
+    """Raise ConfigError if a number is infinite in float32, or NaN where each must be a number."""
+    is_bad = result.isinf() if may_be_nan else ~result.isfinite()
+    if not bool(is_bad.any()):
+        return
+    place = int(is_bad.nonzero()[0])
+    allowed = " (NaN: none)" if may_be_nan else ""
+    raise _wrong(
+        name,
+        f"expected finite {content}{allowed}, found {int(is_bad.sum())} that are not, such as "
+        f"{float(result[place])} at [{place}]",
+    )
 
 
 def _describe(answer: Any) -> str:

@@ -21,6 +21,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +35,7 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.versions import OPTIMIZER_FOLDER
 from quiver.stages.model import checkpoints
 
-from .config import Lora
+from .config import Config, Lora
 
 log = logging.getLogger(__name__)
 
@@ -76,14 +77,14 @@ def open_inputs(
     for role, refs in beside.items():
         versions = [store.open(ref) for ref in _as_list(refs)]
         if versions or role == "rewards":
-            ordered = _in_order_of(rollouts_by_content, role, versions)
+            ordered = _comparable_of(rollouts_by_content, role, versions)
             inputs |= _numbered(role, ordered)
             if role == "ref":
                 _require_one_reference(ordered)
     return inputs
 
 
-def require_optimizer_state(inputs: Mapping[str, Version]) -> None:
+def require_optimizer_state(config: Config, inputs: Mapping[str, Version]) -> None:
     """Raise LineageError if the optimizer state of the policy expired."""
     policy = inputs["policy"]
     try:
@@ -91,9 +92,9 @@ def require_optimizer_state(inputs: Mapping[str, Version]) -> None:
     except LineageError as error:
         error.message += "; optimize.load_optimizer = false starts with a new one"
         names = [f"--rollouts {version['rollouts'].ref}" for version in sets(inputs)]
-        error.next = (
-            f"quiver optimize RECIPE --policy {policy.ref} {' '.join(names)} "
-            "--set optimize.load_optimizer=false"
+        settings = [f"--set {setting}" for setting in config.without_moments()]
+        error.next = " ".join(
+            ["quiver optimize RECIPE --policy", str(policy.ref), *names, *settings]
         )
         raise
 
@@ -122,7 +123,7 @@ def _numbered(role: str, versions: Iterable[Version]) -> dict[str, Version]:
     }
 
 
-def _in_order_of(
+def _comparable_of(
     rollouts: Mapping[str, Version], role: str, versions: list[Version]
 ) -> list[Version]:
     """Return `versions` in the order of their rollouts, which are keyed by content hash. Raises
@@ -190,7 +191,7 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
         return {"base": policy, **inputs}
     saved = parse(Lora, policy.manifest.config_section("lora"), f"{policy.ref} lora")
     for_life = Lora.model_fields.keys() - {"save"}
-    changed = [name for name in for_life if getattr(config, name) != getattr(saved, name)]
+    changed = [name for name in for_life if _comparable(config, name) != _comparable(saved, name)]
     if changed:
         expected = ", ".join(f"{name} = {getattr(saved, name)}" for name in changed)
         asked = ", ".join(f"{name} = {getattr(config, name)}" for name in changed)
@@ -206,6 +207,12 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
             ),
         )
     return {"base": base, **inputs}
+
+
+def _comparable(config: Lora, name: str) -> Any:
+    """Return a field of adapters; the order of layers, and one named twice, make no difference."""
+    value = getattr(config, name)
+    return set(value) if isinstance(value, list) else value
 
 
 def has_optimizer_state(config: Lora | None, policy: Version) -> bool:

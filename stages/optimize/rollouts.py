@@ -239,6 +239,7 @@ def _advantages_of(
     turn_advantages = None
     function = find_function("advantages", algorithm.advantage)
     parameters = inspect.signature(function).parameters
+    least = config.least_of(algorithm.advantage)
     if algorithm.advantage_of == "turns":
         earned = joined.turn_rewards
         turn_advantages = earned.with_values(function(earned.values, earned.offsets, joined.groups))
@@ -257,25 +258,47 @@ def _advantages_of(
     elif "groups" in parameters:
         # only shows which rollouts can have one; the advantages of tokens come later
         advantages = group_centered(rewards, joined.groups)
+        least = 2
     if not bool(advantages.isnan().all()):
         return rewards, advantages, turn_advantages
-    num_scored = int((~joined.rewards.isnan()).sum())
-    if num_scored >= 2 and int(joined.groups.bincount().max()) < 2:
-        raise ConfigError(
-            f"optimize.algorithm {config.algorithm}",
-            f"needs at least two rollouts per prompt, found one for each of {len(joined.groups)} "
-            "prompts",
-            next="set generate.samples_per_prompt >= 2, or use reinforce_pp or ppo, which need no "
-            "group",
-        )
-    raise _too_few_scored(joined, num_scored)
+    raise _no_advantage(config, algorithm, joined, least)
 
 
-def _too_few_scored(joined: _Joined, num_scored: int) -> NumericError:
-    """Return the error that no rollout has an advantage, with the reasons why they ended."""
+def _no_advantage(
+    config: Config, algorithm: Algorithm, joined: _Joined, least: int
+) -> ConfigError | NumericError:
+    """Return the error that no rollout has an advantage: it needs `least` of a prompt, which were
+    not sampled or not scored, or it gave none."""
+    name = "its advantage" if callable(algorithm.advantage) else algorithm.advantage
+    groups, unit = joined.groups, "a prompt"
+    help = "use reinforce_pp or ppo, which need no group"
+    if algorithm.advantage == "pass_at_k":
+        name, help = f"pass_at_k with k = {least - 1}", "lower optimize.pass_k"
+    help = f"set generate.samples_per_prompt >= {least}, or {help}"
+    if algorithm.advantage == "batch_normalized":
+        least, groups, unit = 2, torch.zeros_like(groups), "in all"
+        help = "train on more rollouts: raise generate.samples_per_prompt, or take more prompts"
+    is_scored = ~joined.rewards.isnan()
+    num_scored = int(is_scored.sum())
+    largest, most = (
+        max(found.bincount().tolist(), default=0) for found in (groups, groups[is_scored])
+    )
+    need = f"{name} needs {least} scored rollout{'s' * (least > 1)} {unit}, found {most}"
+    if not num_scored or most < least <= largest:
+        return _too_few_scored(joined, is_scored, need)
+    if least <= most:
+        need = f"{name} gave no number for {num_scored} scored rollouts, at most {most} {unit}"
+        help = f"quiver show {joined.versions[0].inputs['rewards'].ref}"
+        if callable(algorithm.advantage):
+            help = "correct the function, or raise generate.samples_per_prompt if it compares them"
+    return ConfigError(f"optimize.algorithm {config.algorithm}", need, next=help)
+
+
+def _too_few_scored(joined: _Joined, is_scored: Tensor, need: str) -> NumericError:
+    """Return the error that too few rollouts are scored, with the reasons why the others ended.
+    `need`: how many the advantage needs."""
     names = [str(version.inputs["rewards"].ref) for version in joined.versions]
-    table, failure, longest = joined.table, None, None
-    num_rows = len(table)
+    table, failure, longest = joined.table.filter(pa.array(~is_scored.numpy())), None, None
     reasons = table["finish_reason"]
     if "end_reason" in table.column_names:
         failure = first_failure(table)
@@ -287,11 +310,11 @@ def _too_few_scored(joined: _Joined, num_scored: int) -> NumericError:
     if failure is not None:
         in_words += f" ({printable(failure)})"
     num_cut = sum(number for end, number in ends if end in ("length", "max_tokens"))
-    are_cut = num_cut > num_rows / 2
+    are_cut = num_cut > len(table) / 2
     return NumericError(
         ", ".join(names),
-        f"{num_scored} of {num_rows} rollouts are scored, which is too few for an advantage: a "
-        f"group algorithm needs two per prompt; ended: {in_words or 'none'}",
+        f"{int(is_scored.sum())} of {len(is_scored)} rollouts are scored, which is too few for an "
+        f"advantage: {need}; the others ended: {in_words or 'none'}",
         next=way_to_end(joined.versions[0].rollouts.manifest, longest)
         if are_cut
         else f"quiver show {names[0]}",

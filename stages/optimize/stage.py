@@ -139,13 +139,12 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """
     from quiver.stages.model.loading import short_of_memory
 
-    # a coefficient that follows a KL target goes on from where the last training left it
-    config = plan.config.with_steered_kl(plan.inputs["policy"].manifest.metrics)
+    config = _steered(plan.config, plan.inputs["policy"])
     loads_optimizer = config.load_optimizer and has_optimizer_state(
         config.lora, plan.inputs["policy"]
     )
     if loads_optimizer:
-        require_optimizer_state(plan.inputs)
+        require_optimizer_state(config, plan.inputs)
     writer = writers.get("policy")
     phase = writer.phase if writer else nullcontext
     with phase("import"):
@@ -179,6 +178,28 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
+
+
+def _steered(config: Config, policy: Version) -> Config:
+    """Return `config` with the coefficients that follow a target as the last training left them.
+    Logs them, and warns of those that the recipe has changed since, without effect."""
+    steered = config.with_steered(policy.manifest.metrics)
+    targets = {"kl_coef": config.kl_target, "entropy_coef": config.entropy_target}
+    for name in [name for name, target in targets.items() if target is not None]:
+        asked, value = getattr(config, name), getattr(steered, name)
+        log.info("optimize.%s starts at %g", name, value)
+        before = policy.manifest.config.get(name)
+        if name in policy.manifest.metrics and asked != before:
+            log.warning(
+                "optimize.%s = %g has no effect: this training goes on with %g, where %s left it "
+                "(it was %s there); to begin with another value, start a new run from that policy",
+                name,
+                asked,
+                value,
+                policy.ref,
+                before,
+            )
+    return steered
 
 
 def _load_trainer(
@@ -221,7 +242,6 @@ def _load_trainer(
         config, model, batch, algorithm, accelerator, step=step, value_trunk=value_trunk
     )
     if config.entropy_target is not None:
-        trainer.entropy_coef = policy.manifest.metrics.get("entropy_coef", config.entropy_coef)
         trainer.last_entropy = policy.manifest.metrics.get("last_entropy")
     if loads_optimizer:
         state = read_tensors(policy, OPTIMIZER_FOLDER)

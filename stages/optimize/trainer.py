@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 MAX_SKIPPED = 3
+MOST_LEARNED_FROM = 1e15
+"""Rewards, advantages and returns beyond this may be why a step is not finite: sums of their
+squares come near float32's limit."""
 _SECONDS_BETWEEN_LINES = 2.0
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -262,11 +265,11 @@ class Trainer(SavedState):
                     if progress:
                         progress.step_done(self, epoch, minibatch + 1, epoch_step)
         if self.updates and not any(update["applied"] for update in self.updates):
-            raise _not_finite(
+            raise self._not_finite(
                 f"none of {len(self.updates)} optimizer steps had a finite loss and gradient"
             )
         if not bool(total_norm([p.detach() for p in self.parameters]).isfinite()):
-            raise _not_finite("a weight is not finite after the last step")
+            raise self._not_finite("a weight is not finite after the last step")
         if self.config.score_after and self.batch.groups:
             self.logprobs = self.compute_logprobs(range(len(self.batch.groups)))
 
@@ -315,7 +318,7 @@ class Trainer(SavedState):
         )
         latest = self.updates[-MAX_SKIPPED:]
         if len(latest) == MAX_SKIPPED and not any(update["applied"] for update in latest):
-            raise _not_finite(
+            raise self._not_finite(
                 f"{MAX_SKIPPED} optimizer steps in a row had a loss or gradient that is not finite"
             )
 
@@ -497,11 +500,25 @@ class Trainer(SavedState):
             )
         return {"grad_norm": float(norm), "learning_rate": rate, "applied": applied}
 
-
-def _not_finite(message: str) -> NumericError:
-    return NumericError(
-        "optimize",
-        message,
-        state="the starting checkpoint is intact; no version was written.",
-        next="lower optimize.learning_rate",
-    )
+    def _not_finite(self, message: str) -> NumericError:
+        """Return the error that the training stops, with what helps: another rate, or smaller
+        numbers to learn from if these are too large to be squared."""
+        large, help = "", "lower optimize.learning_rate"
+        for name in ("returns", "advantages", "rewards"):
+            column = getattr(self.batch, name)
+            largest = (
+                0.0
+                if column is None
+                else max(map(abs, column[~column.isnan()].tolist()), default=0.0)
+            )
+            if largest > MOST_LEARNED_FROM:
+                large = (
+                    f"; the largest {name[:-1]} is {largest:.3g}, and losses and norms square it"
+                )
+                help = f"make the {name} smaller"
+        return NumericError(
+            "optimize",
+            message + large,
+            state="the starting checkpoint is intact; no version was written.",
+            next=help,
+        )

@@ -240,4 +240,7 @@ def test_the_next_commands_know_whose_state_is_gone(folder, finished):
     fresh = "optimize.load_optimizer=false"
     assert fresh not in second() and fresh not in second("retention.moments=2")
     assert fresh in second("retention.moments=1")
+    assert "save_dtype" not in second("retention.moments=1")
+    rounded = second("retention.moments=1", "optimize.save_dtype=bfloat16")
+    assert f"--set {fresh} --set optimize.save_dtype=auto" in rounded
     assert fresh in second("retention.moments=2", "overlap=1", "optimize.max_staleness=1")

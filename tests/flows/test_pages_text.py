@@ -35,6 +35,7 @@ from quiver.stages.core.config import Config
 from quiver.stages.core.run.runner import Call, Outcome
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
+from quiver.stages.optimize import config as optimize
 from tests.benchmarks.made import rollouts_table
 from tests.flows.conftest import RECIPE
 from tests.writing import begin, run_here
@@ -468,7 +469,7 @@ def printed(
         store=store,
         retention=Retention(moments=moments),
         overlap=0,
-        optimize=SimpleNamespace(learning_rate=1e-5),
+        optimize=optimize.Config(learning_rate=1e-5),
     )
     outcome = {"run": "tiny", "report": report, "baseline": baseline, "iterations": iterations}
     commands = next_commands(recipe, Path("recipe.toml"), [], outcome)

@@ -10,7 +10,7 @@ import torch
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.config import parse
-from quiver.stages.optimize import algorithms, config, estimators, losses
+from quiver.stages.optimize import algorithms, config, contract, estimators, losses
 from quiver.stages.optimize.algorithms import find_function
 from quiver.stages.optimize.objective import Objective
 from quiver.stages.optimize.stage import Config
@@ -144,6 +144,124 @@ def test_an_own_aggregation_may_look_at_groups(own):
     assert counted.model_copy(update={"aggregation": "sequence_mean"}).resolved().mask_counted
 
 
+def in_place(first, *others, **options):
+    """Overwrites every tensor that it gets; returns the first."""
+    for tensor in (*others, *options.values()):
+        if isinstance(tensor, torch.Tensor):
+            tensor.mul_(2)
+    return first.mul_(2)
+
+
+ROLES = {
+    "rollouts": (lambda rewards, groups, lengths: in_place(rewards, groups, lengths=lengths)),
+    "turns": in_place,
+    "tokens": lambda rewards, offsets, groups: in_place(rewards, offsets, groups=groups),
+    "aggregation": lambda lengths, most, groups: in_place(lengths, groups=groups).double(),
+}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_an_own_function_that_works_in_place_changes_only_its_own_tensors(role):
+    first = torch.ones(4, dtype=torch.int64 if role == "aggregation" else torch.float32)
+    column = torch.arange(4)
+    others = {"rollouts": [column], "turns": [column, column], "aggregation": [9]}.get(role, [])
+    options = {"groups": column}
+    if role == "turns":
+        options = {}
+    elif role == "rollouts":
+        options = {"lengths": column}
+    elif role == "tokens":
+        options |= {"offsets": column}
+    answer = contract.checked("mine", role, ROLES[role])(first, *others, **options)
+    assert answer.tolist() == [2.0] * 4
+    assert first.tolist() == [1] * 4 and column.tolist() == [0, 1, 2, 3]
+
+
+def test_an_own_surrogate_that_works_in_place_changes_only_its_own_tensors():
+    def surrogate(tokens):
+        for tensor in tokens:
+            tensor.mul_(2)
+        return -tokens.logprobs * tokens.advantages, tokens.advantages > 9
+
+    columns = [torch.full((3,), value) for value in (-1.0, -1.0, 1.0)]
+    columns[0].requires_grad_()
+    tokens = losses.Tokens(*columns, torch.tensor([0, 3]))
+    loss, _ = contract.checked("mine", "surrogate", surrogate)(tokens)
+    assert loss.tolist() == [4.0] * 3
+    loss.sum().backward()
+    assert columns[0].grad.tolist() == [-4.0] * 3
+    assert [column.tolist() for column in tokens] == [[-1.0] * 3, [-1.0] * 3, [1.0] * 3, [0, 3]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("role", ["rollouts", "turns", "tokens", "surrogate", "aggregation"])
+def test_an_own_function_may_return_any_float(role, dtype):
+    """Its caller gets the dtype that it computes with, without a gradient but for the loss."""
+    halves = torch.full((4,), 0.5, dtype=dtype, requires_grad=True)
+    if role == "surrogate":
+        first = losses.Tokens(*[torch.zeros(4, requires_grad=True)] * 3, torch.tensor([0, 4]))
+        answer, _ = contract.checked(
+            "mine", role, lambda tokens: (tokens.logprobs.to(dtype) + 0.5, tokens.logprobs > 9)
+        )(first)
+    else:
+        first = torch.tensor([4]) if role == "aggregation" else torch.zeros(4)
+        functions = {
+            "turns": lambda rewards, offsets, groups: halves,
+            "tokens": lambda rewards, offsets: halves,
+        }
+        function = functions.get(role, lambda first, second: halves)
+        others = {"turns": [first, first], "tokens": []}.get(role, [9])
+        options = {"offsets": torch.tensor([0, 4])} if role == "tokens" else {}
+        answer = contract.checked("mine", role, function)(first, *others, **options)
+    assert answer.dtype == (torch.float64 if role == "aggregation" else torch.float32)
+    assert answer.tolist() == [0.5] * 4 and answer.requires_grad is (role == "surrogate")
+
+
+def test_an_own_function_that_raises_is_named_unless_memory_is_short():
+    def advantage(rewards, groups):
+        raise error
+
+    call = contract.checked("mine.py:MINE advantage", "rollouts", advantage)
+    error = KeyError("x")
+    with pytest.raises(ConfigError, match="raised KeyError: 'x'") as caught:
+        call(torch.zeros(2), torch.zeros(2))
+    assert caught.value.object == "optimize.algorithm mine.py:MINE advantage"
+    assert caught.value.__cause__ is error
+    error = RuntimeError("CUDA out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        call(torch.zeros(2), torch.zeros(2))
+
+
+@pytest.mark.parametrize(
+    ("role", "bad", "is_refused"),
+    [
+        ("rollouts", torch.inf, True),
+        ("rollouts", torch.nan, False),
+        ("turns", -torch.inf, True),
+        ("tokens", torch.inf, True),
+        ("tokens", torch.nan, True),
+        ("rollouts", 1e300, True),
+        ("aggregation", torch.nan, True),
+    ],
+)
+def test_own_numbers_are_finite_but_for_rollouts_without_an_advantage(role, bad, is_refused):
+    values = torch.tensor([0.0, bad, 1.0], dtype=torch.float64)
+    functions = {
+        "rollouts": lambda rewards, groups: values,
+        "turns": lambda rewards, offsets, groups: values,
+        "tokens": lambda rewards, offsets: values,
+        "aggregation": lambda lengths, most: values,
+    }
+    call = contract.checked("mine", role, functions[role])
+    others = {"turns": [0, 0], "tokens": []}.get(role, [0])
+    options = {"offsets": 0} if role == "tokens" else {}
+    if not is_refused:
+        assert call(torch.ones(3), *others, **options).isnan().tolist() == [False, True, False]
+        return
+    with pytest.raises(ConfigError, match=r"expected finite .*, found .* at \[1\]"):
+        call(torch.ones(3), *others, **options)
+
+
 @pytest.mark.parametrize(
     ("credit", "algorithm", "is_idle"),
     [("rollout", "grpo", True), ("turn", "grpo", True), ("gae", "ppo", False)],
@@ -245,3 +363,17 @@ def test_the_stage_trains_on_the_advantage_that_is_chosen(store, policy, fields)
     done = world.trained(store, policy, made, world.config(**fields))
     advantages = [row["advantage"] for row in world.advantages(store, done)]
     assert advantages == pytest.approx(expected.flatten().tolist(), rel=1e-5)
+
+
+def test_an_advantage_that_works_in_place_leaves_the_rewards_of_the_manifest(store, policy, own):
+    source = (
+        ROW + "def centered(rewards, groups):\n    rewards -= rewards.nanmean()\n"
+        "    return rewards.double()\n"
+        "MINE = Algorithm('mine', centered, 'reinforce', 'token_mean')\n"
+    )
+    made = world.make(store, policy, world.even_share)
+    rewards = torch.tensor(made[1].table()["reward"].to_pylist())
+    done = world.trained(store, policy, made, world.config(algorithm=own(source)))
+    assert done.manifest.metrics["reward_mean"] == pytest.approx(float(rewards.mean()))
+    advantages = [row["advantage"] for row in world.advantages(store, done)]
+    assert advantages == pytest.approx((rewards - rewards.mean()).tolist())

@@ -142,7 +142,7 @@ def heated(row: dict) -> dict:
 
 CASES = {
     "group too small": Case(
-        "E-CONFIG", 2, "optimize.algorithm grpo", ["two rollouts per prompt", "one for each of 16"],
+        "E-CONFIG", 2, "optimize.algorithm grpo", ["group_normalized needs 2 scored rollouts a prompt, found 1"],
         "samples_per_prompt >= 2", rows=alone,
     ),
     "kl_coef without a reference": Case(

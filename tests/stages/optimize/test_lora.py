@@ -271,6 +271,15 @@ def test_without_peft_it_says_what_to_install(store, policy, made, monkeypatch):
     assert world.trained(store, policy, made, _config()).ref == done.ref  # what is done needs none
 
 
+def test_the_order_of_target_modules_makes_no_other_adapter(store, policy, made):
+    first = world.trained(
+        store, policy, made, _config(lora={**SMALL, "target_modules": ["q_proj", "v_proj"]})
+    )
+    turned = {**SMALL, "target_modules": ["v_proj", "q_proj", "v_proj"]}
+    second = world.trained(store, first, made, _again(lora=turned))
+    assert second.manifest.input("base") is not None and second.manifest.metrics["step"] == 2
+
+
 def test_another_adapter_than_the_checkpoints_is_refused(store, policy, made):
     first = world.trained(store, policy, made, _config())
     for changed, said in (

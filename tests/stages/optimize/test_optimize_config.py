@@ -54,6 +54,7 @@ REFUSED = [
     ({"lora": {"dropout": 0.1}}, "unknown key lora.dropout"),
     ({"save_dtype": "bfloat16", "lora": {"save": "adapter"}}, "save_dtype is for merged weights"),
     ({"save_dtype": "bfloat16", "save_optimizer": False}, "keeps half of the float32 weights"),
+    ({"save_dtype": "bfloat16", "load_optimizer": False}, "set load_optimizer = true"),
     ({"save_dtype": "bfloat16", "algorithm": "gspo"}, "does not go with bounds this tight"),
     ({"save_dtype": "bfloat16", "prox_of": "start"}, "does not go with bounds this tight"),
     ({**NARROW, "lora": {"rank": 4}}, "does not go with lora: take 'bf16'"),
@@ -77,7 +78,8 @@ def test_what_cannot_be_meant_is_refused(fields, said):
 
 
 def test_what_looks_alike_and_can_be_meant_is_taken():
-    Config(save_dtype="bfloat16", save_optimizer=False, lora={})
+    Config(save_dtype="bfloat16", save_optimizer=False, load_optimizer=False, lora={})
+    Config(save_dtype="bfloat16", load_optimizer=False, **NARROW)
     Config(algorithm="gspo", save_dtype="bfloat16", **NARROW)
     Config(algorithm="reinforce_pp_to_go", gamma=0.9)
     assert Config(delta=1.25).resolved().delta == 1.25

@@ -208,3 +208,90 @@ def test_a_step_that_is_not_finite_is_left_out(store, policy, made, tmp_path):
     assert all(weight.isfinite().all() for weight in world.weights(done).values())
     with pytest.raises(NumericError, match="none of 1 optimizer steps"):
         _run(store, policy, made, _config(**mine, options={"bad": [*range(9)]}))
+
+
+FEW = """
+import torch
+from quiver.stages.optimize.algorithms import Algorithm
+def none(rewards, groups):
+    return rewards * float("nan")
+def of_tokens(rewards, offsets, groups):
+    return rewards
+NONE = Algorithm("none", none, "reinforce", "token_mean")
+CENTERED = Algorithm("centered", "group_centered", "reinforce", "token_mean")
+TOKENS = Algorithm("tokens", of_tokens, "reinforce", "token_mean", advantage_of="tokens")
+"""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "each", "says", "helps"),
+    [
+        (
+            "pass_at_k",
+            4,
+            "pass_at_k with k = 4 needs 5 scored rollouts a prompt, found 4",
+            "set generate.samples_per_prompt >= 5, or lower optimize.pass_k",
+        ),
+        (
+            "grpo",
+            1,
+            "group_normalized needs 2 scored rollouts a prompt, found 1",
+            "_prompt >= 2, or",
+        ),
+        ("CENTERED", 1, "group_centered needs 2 scored rollouts a prompt, found 1", "_prompt >= 2"),
+        ("TOKENS", 1, "its advantage needs 2 scored rollouts a prompt, found 1", "_prompt >= 2"),
+        ("NONE", 4, "its advantage gave no number for 16 scored rollouts", "correct the function"),
+    ],
+)
+def test_when_all_is_scored_the_advantage_says_what_it_lacks(
+    store, policy, tmp_path, algorithm, each, says, helps
+):
+    """Every rollout was cut by length, which is not why."""
+    if algorithm.isupper():
+        (tmp_path / "few_algo.py").write_text(FEW)
+        algorithm = f"{tmp_path}/few_algo.py:{algorithm}"
+    rows = [{**row, "finish_reason": "length"} for row in world.rows_of(policy, 4, each)]
+    made = world.scored(store, policy, rows)
+    with pytest.raises(ConfigError) as caught:
+        _run(store, policy, made, _config(algorithm=algorithm))
+    assert says in caught.value.message and helps in caught.value.next
+    assert caught.value.object == f"optimize.algorithm {algorithm}"
+
+
+def test_one_rollout_in_all_has_nothing_to_be_compared_with(store, policy):
+    made = world.scored(store, policy, world.rows_of(policy, 4, 4)[:1])
+    with pytest.raises(ConfigError, match="needs 2 scored rollouts in all, found 1") as caught:
+        _run(store, policy, made, _config(algorithm="reinforce_pp"))
+    assert "train on more rollouts" in caught.value.next
+    unscored = world.write_rewards(store, made[0], lambda row: None)
+    with pytest.raises(NumericError, match="gae needs 1 scored rollout a prompt, found 0"):
+        _run(store, policy, (made[0], unscored), _config(algorithm="ppo"))
+
+
+@pytest.mark.parametrize(
+    ("ends", "helps"), [(["length", "stop"], "quiver show"), (["stop", "length"], "max_tokens")]
+)
+def test_what_helps_is_told_by_the_rollouts_that_are_not_scored(store, policy, ends, helps):
+    """`ends`: of those that are scored, one a prompt, and of the others."""
+    rows = world.rows_of(policy, 4, 4)
+    rows = [{**row, "finish_reason": ends[row["sample_index"] > 0]} for row in rows]
+    made = world.scored(store, policy, rows, lambda row: None if row["sample_index"] else 1.0)
+    with pytest.raises(NumericError) as caught:
+        _run(store, policy, made)
+    assert "4 of 16 rollouts are scored" in caught.value.message
+    assert "group_normalized needs 2 scored rollouts a prompt, found 1" in caught.value.message
+    assert f"the others ended: 12 by {ends[1]}" in caught.value.message
+    assert helps in caught.value.next
+
+
+@pytest.mark.parametrize("algorithm", ["dr_grpo", "ppo"])
+def test_rewards_whose_square_is_infinite_are_not_a_matter_of_the_learning_rate(
+    store, policy, algorithm
+):
+    def score(row):
+        return (-1.0) ** row["sample_index"] * 2e38
+
+    made = world.scored(store, policy, world.rows_of(policy, 4, 4), score)
+    with pytest.raises(NumericError, match=r"the largest reward is 2e\+38, ") as caught:
+        _run(store, policy, made, _config(algorithm=algorithm))
+    assert caught.value.next == "make the rewards smaller"

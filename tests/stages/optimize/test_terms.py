@@ -178,3 +178,39 @@ def test_in_the_reward_a_training_has_the_coefficient_that_the_last_one_ended_wi
         assert saved == pytest.approx(expected, rel=1e-4, abs=1e-6)
         coef *= 1.2  # the error is clipped
         assert policy.manifest.metrics["kl_coef"] == pytest.approx(coef, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("coef", "fields"),
+    [
+        ("kl_coef", {"kl_target": 0.27, "kl_horizon": 16, "kl_estimator": "k1"}),
+        ("entropy_coef", {"entropy_target": 6.0}),
+    ],
+)
+def test_another_start_value_has_no_effect_on_a_later_policy_and_that_is_said(
+    store, policy, inputs, caplog, coef, fields
+):
+    made, ref = inputs
+    caplog.set_level("INFO", "quiver.stages.optimize.stage")
+    given = {"max_staleness": 1, "learning_rate": 1e-9, **fields}
+
+    def said(policy, value):
+        caplog.clear()
+        config = world.config(**given, **{coef: value})
+        done = world.trained(store, policy, made, config, ref_logprobs=ref.ref)
+        lines = [
+            (r.levelname, r.message) for r in caplog.records if f"optimize.{coef}" in r.message
+        ]
+        return done, lines
+
+    first, lines = said(policy, 0.1)
+    assert lines == [("INFO", f"optimize.{coef} starts at 0.1")]
+    left = first.manifest.metrics[coef]
+    started = ("INFO", f"optimize.{coef} starts at {left:g}")
+    again, lines = said(first, 0.1)
+    assert lines == [started]
+    changed, lines = said(first, 0.3)
+    assert lines[0] == started and [level for level, _ in lines] == ["INFO", "WARNING"]
+    assert lines[1][1].startswith(f"optimize.{coef} = 0.3 has no effect: ")
+    assert f"goes on with {left:g}, where {first.ref} left it" in lines[1][1]
+    assert world.are_equal(world.weights(again), world.weights(changed))
