@@ -85,17 +85,17 @@ def json_text(cell: Any) -> str:
     return json.dumps(_plain(cell), ensure_ascii=False)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(member) for name, member in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(member) for member in value]
-    if isinstance(value, Decimal):
-        value = float(value)
-    if isinstance(value, float) and not math.isfinite(value):
+def _plain(cell: Any) -> Any:
+    if isinstance(cell, Mapping):
+        return {name: _plain(member) for name, member in cell.items()}
+    if isinstance(cell, list | tuple):
+        return [_plain(member) for member in cell]
+    if isinstance(cell, Decimal):
+        cell = float(cell)
+    if isinstance(cell, float) and not math.isfinite(cell):
         return None
-    is_time = isinstance(value, datetime.date | datetime.time | datetime.timedelta)
-    return str(value) if is_time else value
+    is_time = isinstance(cell, datetime.date | datetime.time | datetime.timedelta)
+    return str(cell) if is_time else cell
 
 
 def lists_like(column: pa.ListArray, values: pa.Array) -> pa.ListArray:

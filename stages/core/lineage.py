@@ -87,13 +87,16 @@ def pair_prompts(
         for table in tables
     ]
     repeated = {
-        content for each in contents for content, count in Counter(each).items() if count > 1
+        content for of_rows in contents for content, count in Counter(of_rows).items() if count > 1
     }
-    wholes = [_whole(prompts, each, repeated) for prompts, each in zip(both, contents, strict=True)]
-    pairs = [[*zip(*each, strict=True)] for each in zip(groups, wholes, strict=True)]
+    contents = [
+        _with_columns(prompts, of_rows, repeated)
+        for prompts, of_rows in zip(both, contents, strict=True)
+    ]
+    pairs = [[*zip(*rows, strict=True)] for rows in zip(groups, contents, strict=True)]
     in_both = {*pairs[0]} & {*pairs[1]}
     names_a, names_b = (
-        _Names(prompts, _named(each, in_both)) for prompts, each in zip(both, pairs, strict=True)
+        _Names(prompts, _named(rows, in_both)) for prompts, rows in zip(both, pairs, strict=True)
     )
     return names_a, names_b
 
@@ -135,25 +138,25 @@ def prompts_of(store: Store, version: Version) -> Version:
     return prompts
 
 
-def _whole(prompts: Version, contents: Sequence[str], repeated: Container[str]) -> list[str]:
+def _with_columns(prompts: Version, contents: Sequence[str], repeated: Container[str]) -> list[str]:
     """Return `contents`, one for each row of `prompts`; those that are `repeated` with a hash of
     the row's own columns, pictures and clips."""
     table = None
-    wholes = []
+    longer = []
     for row, content in enumerate(contents):
-        whole = content
+        mark = content
         if content in repeated:
             table = table or prompts.table()
             cells = table.slice(row, 1).to_pylist()[0]
-            own = {name: cell for name, cell in cells["columns"].items() if name not in OURS}
+            columns = {name: cell for name, cell in cells["columns"].items() if name not in OURS}
             files = [
                 hashlib.sha256(file["bytes"] or b"").hexdigest()
-                for column in MEDIA.values()
-                for file in cells.get(column) or ()
+                for kind in MEDIA.values()
+                for file in cells.get(kind) or ()
             ]
-            whole = digest([content, repr(sorted(own.items())), files])
-        wholes.append(whole)
-    return wholes
+            mark = digest([content, repr(sorted(columns.items())), files])
+        longer.append(mark)
+    return longer
 
 
 def _named(

@@ -175,9 +175,11 @@ def _groups(config: Config, lines: Mapping[str, Trajectory], prompts: Version | 
     for place, line in lines.items():
         group = line.group
         earlier = first.setdefault(group, line)
-        said = {name: getattr(line, name) for name in _OF_PROMPT if prompts is None}
+        of_prompt = {name: getattr(line, name) for name in _OF_PROMPT if prompts is None}
         differing = [
-            name for name, given in said.items() if given not in (None, {}, getattr(earlier, name))
+            name
+            for name, cell in of_prompt.items()
+            if cell not in (None, {}, getattr(earlier, name))
         ]
         problem = ""
         if prompts is not None and group not in prompts_by_group:

@@ -100,9 +100,9 @@ def checked(name: str, role: str, function: Callable, needs: Sequence[str] = ())
 
         from quiver.stages.model.folder import says_no_memory
 
-        given = {key: _own(value) for key, value in options.items()}
+        copies = {key: _own(option) for key, option in options.items()}
         try:
-            answer = function(_own(first), *map(_own, others), **given)
+            answer = function(_own(first), *map(_own, others), **copies)
         except QuiverError:
             raise
         except Exception as error:  # the user's code may raise anything
@@ -133,9 +133,9 @@ def checked(name: str, role: str, function: Callable, needs: Sequence[str] = ())
                     name, "its loss has no gradient: nothing of it depends on tokens.logprobs"
                 )
             return tuple(results)
-        results = [result.detach() for result in results]
-        for content, result in zip(contents, results, strict=True):
-            _require_finite(name, content, result, may_be_nan=role in ("rollouts", "turns"))
+        results = [tensor.detach() for tensor in results]
+        for content, tensor in zip(contents, results, strict=True):
+            _require_finite(name, content, tensor, may_be_nan=role in ("rollouts", "turns"))
         return tuple(results) if len(contents) > 1 else results[0]
 
     return call
@@ -148,9 +148,9 @@ def _own(value: Any) -> Any:
     return value.clone() if hasattr(value, "clone") else value
 
 
-def _require_finite(name: str, content: str, result: Any, may_be_nan: bool) -> None:
+def _require_finite(name: str, content: str, tensor: Any, may_be_nan: bool) -> None:
     """Raise ConfigError if a number is infinite in float32, or NaN where each must be a number."""
-    is_bad = result.isinf() if may_be_nan else ~result.isfinite()
+    is_bad = tensor.isinf() if may_be_nan else ~tensor.isfinite()
     if not bool(is_bad.any()):
         return
     place = int(is_bad.nonzero()[0])
@@ -158,7 +158,7 @@ def _require_finite(name: str, content: str, result: Any, may_be_nan: bool) -> N
     raise _wrong(
         name,
         f"expected finite {content}{allowed}, found {int(is_bad.sum())} that are not, such as "
-        f"{float(result[place])} at [{place}]",
+        f"{float(tensor[place])} at [{place}]",
     )
 
 

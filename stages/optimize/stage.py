@@ -186,8 +186,8 @@ def _steered(config: Config, policy: Version) -> Config:
     steered = config.with_steered(policy.manifest.metrics)
     targets = {"kl_coef": config.kl_target, "entropy_coef": config.entropy_target}
     for name in [name for name, target in targets.items() if target is not None]:
-        asked, value = getattr(config, name), getattr(steered, name)
-        log.info("optimize.%s starts at %g", name, value)
+        asked, start = getattr(config, name), getattr(steered, name)
+        log.info("optimize.%s starts at %g", name, start)
         before = policy.manifest.config.get(name)
         if name in policy.manifest.metrics and asked != before:
             log.warning(
@@ -195,7 +195,7 @@ def _steered(config: Config, policy: Version) -> Config:
                 "(it was %s there); to begin with another value, start a new run from that policy",
                 name,
                 asked,
-                value,
+                start,
                 policy.ref,
                 before,
             )

@@ -63,8 +63,8 @@ class _Trackio(TrackioTracker):
 def start(trackers: Sequence[str], folder: str, plan: Plan) -> list[GeneralTracker]:
     """Start the trackers of a training in `folder`, and log the numbers of its rollouts."""
     policy = str(plan.inputs["policy"].ref)
-    made = Summary(0, plan.run_key, note=plan.note, sources={policy: "policy"})
-    opened = open_trackers(trackers, folder, plan.store, curve_of(plan.listing, plan.run, made))
+    training = Summary(0, plan.run_key, note=plan.note, sources={policy: "policy"})
+    opened = open_trackers(trackers, folder, plan.store, curve_of(plan.listing, plan.run, training))
     step = int(plan.inputs["policy"].manifest.metrics.get("step", 0))
     for name, tracker in zip(trackers, opened, strict=True):
         tracker.log = partial(_log_or_warn, name, tracker.log)
@@ -82,7 +82,7 @@ def _log_or_warn(
         log.warning("%s did not get all numbers: %s", name, printable(str(error)))
 
 
-def curve_of(policies: Listing, run: str, made: Summary | None) -> str:
+def curve_of(policies: Listing, run: str, training: Summary | None) -> str:
     """Return the name of a tracker's run for a policy that is being made, or was made, in `run`.
 
     It is the run's name along the line of first trainings. Another training from the same policy
@@ -95,13 +95,13 @@ def curve_of(policies: Listing, run: str, made: Summary | None) -> str:
     for summary in summaries:
         if summary.trained_from and not is_of_sweep(summary.note):
             first.setdefault(summary.trained_from, summary.run_key)
-    while made is not None and (parent := made.trained_from):
+    while training is not None and (parent := training.trained_from):
         # work that is done again has the same run key
-        if is_of_sweep(made.note) or first.get(parent, made.run_key) != made.run_key:
-            return f"{run}-{made.run_key[:8]}"
+        if is_of_sweep(training.note) or first.get(parent, training.run_key) != training.run_key:
+            return f"{run}-{training.run_key[:8]}"
         ref = parse(parent)
-        is_before = ref.run == run and (made.number == 0 or ref.version < made.number)
-        made = by_number.get(ref.version) if is_before else None
+        is_before = ref.run == run and (training.number == 0 or ref.version < training.number)
+        training = by_number.get(ref.version) if is_before else None
     return run
 
 
@@ -206,10 +206,10 @@ def evaluated(store: Store, evaluation: Version) -> tuple[str, int, dict[str, fl
     known = {name: number for name, number in numbers.items() if number is not None}
     policy = store.open(rollouts.require_model("policy").ref)
     run = evaluation.ref.run
-    made = None
+    training = None
     if policy.ref.run == run:
-        made = Summary.of(policy.manifest.model_dump(mode="json"), policy.ref.version)
-    curve = curve_of(store.listing(run, "policy"), run, made)
+        training = Summary.of(policy.manifest.model_dump(mode="json"), policy.ref.version)
+    curve = curve_of(store.listing(run, "policy"), run, training)
     return curve, int(policy.manifest.metrics.get("step", 0)), known
 
 

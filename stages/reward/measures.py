@@ -78,11 +78,11 @@ def means(texts: pa.ChunkedArray) -> dict[str, float]:
             if isinstance(member, int | float):
                 with suppress(OverflowError):
                     by_name.setdefault(name, []).append(float(member))
-    found = {name: numbers for name, numbers in by_name.items() if numbers}
+    columns = {name: numbers for name, numbers in by_name.items() if numbers}
     # divided first: the sum of two large numbers may be infinite
     return {
         name: math.fsum(number / len(numbers) for number in numbers)
-        for name, numbers in found.items()
+        for name, numbers in columns.items()
     }
 
 
