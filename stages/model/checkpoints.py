@@ -43,8 +43,7 @@ from quiver.stages.model.folder import (
     move_templates_into_config,
     named_templates,
     parse_object,
-    text_field,
-    text_fields,
+    size_in,
 )
 from quiver.stages.model.weights import require_weights, save_model
 
@@ -404,7 +403,7 @@ def _unusable(version: Version, problem: str) -> ConfigError:
 def vocabulary_size(version: Version) -> int:
     """Return the number of rows of the embedding; token ids are below it. Raises ConfigError."""
     config = model_config(version)
-    size = _size_in(config, "vocab_size")
+    size = size_in(config, "vocab_size")
     if type(size) is not int or size < 1:
         raise _unusable(version, f"config.json: vocab_size is {printable(repr(size))}")
     return size
@@ -420,21 +419,8 @@ def context_of(config: dict[str, Any]) -> int | None:
     names = ["max_position_embeddings"]
     if not config.get("is_encoder_decoder"):  # T5 has n_positions, but positions are relative
         names += ["n_positions", "max_seq_len"]
-    length = _size_in(config, *names)
+    length = size_in(config, *names)
     return length if isinstance(length, int) and length > 0 else None
-
-
-def _size_in(config: dict[str, Any], *names: str) -> Any:
-    """Return the first field of these `names`; None if there is none.
-
-    A text part inside a config.json may leave out defaults. Only for these is the model's class
-    asked, because that imports torch.
-    """
-    fields = text_fields(config)
-    for name in names:
-        if name in fields:
-            return fields[name]
-    return text_field(config, names[0]) if config.get("text_config") else None
 
 
 def is_encoder_decoder(version: Version) -> bool:

@@ -222,6 +222,19 @@ def text_field(config: Mapping[str, Any], name: str) -> Any:
     return None
 
 
+def size_in(config: dict[str, Any], *names: str) -> Any:
+    """Return the first field of these `names`; None if there is none.
+
+    A text part inside a config.json may leave out defaults. Only for these is the model's class
+    asked, because that imports torch.
+    """
+    fields = text_fields(config)
+    for name in names:
+        if name in fields:
+            return fields[name]
+    return text_field(config, names[0]) if config.get("text_config") else None
+
+
 def _is_in_hub_cache(link: Path, folder: Path) -> bool:
     """True if a link in `folder` leads from a snapshot to a blob of the same repository in a hub
     cache."""

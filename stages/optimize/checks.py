@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quiver.schemas import fields, rewards
-from quiver.schemas.errors import ConfigError, LineageError, did_you_mean, printable
+from quiver.schemas.errors import ConfigError, LineageError, NumericError, did_you_mean, printable
 from quiver.schemas.manifest import ModelEntry, line_of
 from quiver.stages.core.store import Store, Version
 from quiver.stages.model import checkpoints
 
 if TYPE_CHECKING:
+    from .batch import Batch
     from .config import Config, Lora
     from .inputs import RolloutSet
 
@@ -32,6 +33,9 @@ _TRACKERS = (
     "wandb",
 )
 """Names of accelerate's trackers, which are the packages that they need."""
+_MOST_LEARNED_FROM = 1e15
+"""Rewards, advantages and returns beyond this may be why a step is not finite: sums of their
+squares come near float32's limit."""
 log = logging.getLogger(__name__)
 
 
@@ -242,3 +246,21 @@ def _check_installed(package: str, setting: str, requirement: str) -> None:
     if importlib.util.find_spec(package) is None:
         problem = f"{package} is not installed here"
         raise ConfigError(setting, problem, next=f"pip install {requirement}")
+
+
+def not_finite(batch: Batch, message: str) -> NumericError:
+    """Return the error that a training stops, with what helps: another rate, or smaller numbers to
+    learn from if these are too large to be squared."""
+    large, help = "", "lower optimize.learning_rate"
+    for name in ("returns", "advantages", "rewards"):
+        column = getattr(batch, name)
+        sizes = [] if column is None else column[~column.isnan()].abs().tolist()
+        if max(sizes, default=0.0) > _MOST_LEARNED_FROM:
+            large = f"; the largest {name[:-1]} is {max(sizes):.3g}, and losses and norms square it"
+            help = f"make the {name} smaller"
+    return NumericError(
+        "optimize",
+        message + large,
+        state="the starting checkpoint is intact; no version was written.",
+        next=help,
+    )

@@ -350,3 +350,25 @@ def turn_rewards(version: RolloutSet) -> pa.ListArray:
     values[np.repeat(np.array(is_scored), counts)] = np.array(earned)
     offsets = np.append(0, counts.cumsum()).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def steered(config: Config, policy: Version) -> Config:
+    """Return `config` with the coefficients that follow a target as the last training left them.
+    Logs them, and warns of those that the recipe has changed since, without effect."""
+    changed = config.with_steered(policy.manifest.metrics)
+    targets = {"kl_coef": config.kl_target, "entropy_coef": config.entropy_target}
+    for name in [name for name, target in targets.items() if target is not None]:
+        asked, start = getattr(config, name), getattr(changed, name)
+        log.info("optimize.%s starts at %g", name, start)
+        before = policy.manifest.config.get(name)
+        if name in policy.manifest.metrics and asked != before:
+            log.warning(
+                "optimize.%s = %g has no effect: this training goes on with %g, where %s left it "
+                "(it was %s there); to begin with another value, start a new run from that policy",
+                name,
+                asked,
+                start,
+                policy.ref,
+                before,
+            )
+    return changed

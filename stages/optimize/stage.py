@@ -41,7 +41,13 @@ from . import algorithms
 from .checks import check_8bit, check_credit, check_lora, check_schedule, check_trackers
 from .classifier import find_classifier
 from .config import Audit, Config, Correction
-from .inputs import has_optimizer_state, open_inputs, require_optimizer_state, with_base
+from .inputs import (
+    has_optimizer_state,
+    open_inputs,
+    require_optimizer_state,
+    steered,
+    with_base,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -139,7 +145,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """
     from quiver.stages.model.loading import short_of_memory
 
-    config = _steered(plan.config, plan.inputs["policy"])
+    config = steered(plan.config, plan.inputs["policy"])
     loads_optimizer = config.load_optimizer and has_optimizer_state(
         config.lora, plan.inputs["policy"]
     )
@@ -178,28 +184,6 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
-
-
-def _steered(config: Config, policy: Version) -> Config:
-    """Return `config` with the coefficients that follow a target as the last training left them.
-    Logs them, and warns of those that the recipe has changed since, without effect."""
-    steered = config.with_steered(policy.manifest.metrics)
-    targets = {"kl_coef": config.kl_target, "entropy_coef": config.entropy_target}
-    for name in [name for name, target in targets.items() if target is not None]:
-        asked, start = getattr(config, name), getattr(steered, name)
-        log.info("optimize.%s starts at %g", name, start)
-        before = policy.manifest.config.get(name)
-        if name in policy.manifest.metrics and asked != before:
-            log.warning(
-                "optimize.%s = %g has no effect: this training goes on with %g, where %s left it "
-                "(it was %s there); to begin with another value, start a new run from that policy",
-                name,
-                asked,
-                start,
-                policy.ref,
-                before,
-            )
-    return steered
 
 
 def _load_trainer(

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quiver.schemas.errors import NumericError
 from quiver.stages.model.folder import says_no_memory
 from quiver.stages.model.forward.layout import Layout, Sequences
 from quiver.stages.model.forward.packing import Piece, minibatches
@@ -43,6 +42,7 @@ from .algorithms import Algorithm
 from .audit import audit
 from .batch import Batch, StepColumns, TokenColumns
 from .budget import choose_budget, narrow_for
+from .checks import not_finite
 from .config import Config
 from .critic import ValueHead, with_trunk
 from .objective import NUM_SUMS, Objective
@@ -57,9 +57,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 MAX_SKIPPED = 3
-MOST_LEARNED_FROM = 1e15
-"""Rewards, advantages and returns beyond this may be why a step is not finite: sums of their
-squares come near float32's limit."""
 _SECONDS_BETWEEN_LINES = 2.0
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -265,11 +262,12 @@ class Trainer(SavedState):
                     if progress:
                         progress.step_done(self, epoch, minibatch + 1, epoch_step)
         if self.updates and not any(update["applied"] for update in self.updates):
-            raise self._not_finite(
-                f"none of {len(self.updates)} optimizer steps had a finite loss and gradient"
+            raise not_finite(
+                self.batch,
+                f"none of {len(self.updates)} optimizer steps had a finite loss and gradient",
             )
         if not bool(total_norm([p.detach() for p in self.parameters]).isfinite()):
-            raise self._not_finite("a weight is not finite after the last step")
+            raise not_finite(self.batch, "a weight is not finite after the last step")
         if self.config.score_after and self.batch.groups:
             self.logprobs = self.compute_logprobs(range(len(self.batch.groups)))
 
@@ -318,8 +316,9 @@ class Trainer(SavedState):
         )
         latest = self.updates[-MAX_SKIPPED:]
         if len(latest) == MAX_SKIPPED and not any(update["applied"] for update in latest):
-            raise self._not_finite(
-                f"{MAX_SKIPPED} optimizer steps in a row had a loss or gradient that is not finite"
+            raise not_finite(
+                self.batch,
+                f"{MAX_SKIPPED} optimizer steps in a row had a loss or gradient that is not finite",
             )
 
     # -- passes through the model
@@ -499,26 +498,3 @@ class Trainer(SavedState):
                 float(norm),
             )
         return {"grad_norm": float(norm), "learning_rate": rate, "applied": applied}
-
-    def _not_finite(self, message: str) -> NumericError:
-        """Return the error that the training stops, with what helps: another rate, or smaller
-        numbers to learn from if these are too large to be squared."""
-        large, help = "", "lower optimize.learning_rate"
-        for name in ("returns", "advantages", "rewards"):
-            column = getattr(self.batch, name)
-            largest = (
-                0.0
-                if column is None
-                else max(map(abs, column[~column.isnan()].tolist()), default=0.0)
-            )
-            if largest > MOST_LEARNED_FROM:
-                large = (
-                    f"; the largest {name[:-1]} is {largest:.3g}, and losses and norms square it"
-                )
-                help = f"make the {name} smaller"
-        return NumericError(
-            "optimize",
-            message + large,
-            state="the starting checkpoint is intact; no version was written.",
-            next=help,
-        )

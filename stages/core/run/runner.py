@@ -38,7 +38,8 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import open_staging
 
 from .call import Call, Outcome, quiver_version, require_version
-from .stage import Plan, RequiredRefs, load_stage
+from .roles import RequiredRefs
+from .stage import Plan, load_stage
 from .stage_process import ask
 
 log = logging.getLogger(__name__)
