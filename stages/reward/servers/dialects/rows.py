@@ -84,7 +84,7 @@ def as_text(prompt: str | list[dict[str, Any]], message_template: str) -> str:
 
 
 def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
-    if not message.get("tool_calls"):
+    if "tool_calls" not in message or not message["tool_calls"]:
         return message
     calls = to_json([call["function"] for call in message["tool_calls"]])
     return {**message, "content": "\n".join(filter(None, [message["content"], calls]))}
