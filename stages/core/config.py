@@ -240,7 +240,7 @@ def _explain(
             is_table = entry["type"] in ("model_type", "dict_type")
             if entry["type"] in ("tuple_type", "list_type") and isinstance(entry["input"], dict):
                 problem = f"is one table, expected a list of them: write [[{key}]]"
-            elif is_table and isinstance(entry["input"], list):
+            elif is_table and path and isinstance(entry["input"], list):
                 problem = "is a list, expected one table"
                 problem += f": write [{key}]" if path == key else ""
             if not (is_table or place.section) and _is_flat(entry["input"]):
