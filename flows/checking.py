@@ -82,11 +82,13 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
         tried = []
         if is_tried and error is None:
             tried = try_stages(recipe)
-        for section, source in sources.items():
+        reads_by_section = {}
+        for section, source in sources.items():  # the held-out rows may lack a field, too
             fields = fields_of(source.table.schema) or {}
             names = [*recipe.columns[section], *recipe.offered_columns]
-            preview(recipe.reward, {name: fields.get(name) for name in names})
-        reads = preview(recipe.reward, [*columns, *recipe.offered_columns])
+            offered = {name: fields.get(name) for name in names}
+            reads_by_section[section] = preview(recipe.reward, offered)
+        reads = reads_by_section["data"]
         num_rows = sources["data"].table.num_rows
         for sentence in (
             *about_rows(sources, recipe.evaluate.every, recipe.iterations),

@@ -321,6 +321,8 @@ class Joined:
             return {}
         kinds = {}
         for field in prompts.schema.field("columns").type:
+            if field.name in OURS:
+                continue
             kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
             if isinstance(kind, Cells) and kind.storage_type == pa.string():
                 with suppress(pa.ArrowInvalid):  # not numbers alone
@@ -329,7 +331,7 @@ class Joined:
                 is_kind(kind)
                 for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
             )
-            if field.name not in OURS and is_simple:
+            if is_simple:
                 kinds[field.name] = kind
         return kinds
 

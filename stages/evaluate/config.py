@@ -13,7 +13,7 @@ from quiver.stages.core.config import Config as Base
 
 IS_THE_SUM = (
     'evaluate.score = "reward" is the whole reward, not the part named reward: give that scorer '
-    "another name, so that nobody mistakes one for the other"
+    "another name to tell them apart"
 )
 """Warning about a part that has the name of the sum, and other numbers."""
 

@@ -38,8 +38,6 @@ STAGE_VERSION = 1
 _END_OF = {"stop": "answered", "length": "max_tokens", "abort": "environment_error"}
 """An episode's end reason, by the finish reason of its last turn; the lines say no more
 about it."""
-
-
 _OF_PROMPT = ("columns", "messages", "tools")
 """Fields of a line that belong to the prompt of its group."""
 
@@ -175,11 +173,10 @@ def _groups(config: Config, lines: Mapping[str, Trajectory], prompts: Version | 
     for place, line in lines.items():
         group = line.group
         earlier = first.setdefault(group, line)
-        of_prompt = {name: getattr(line, name) for name in _OF_PROMPT if prompts is None}
         differing = [
             name
-            for name, cell in of_prompt.items()
-            if cell not in (None, {}, getattr(earlier, name))
+            for name in _OF_PROMPT
+            if (cell := getattr(line, name)) and cell != getattr(earlier, name)
         ]
         problem = ""
         if prompts is not None and group not in prompts_by_group:
@@ -187,7 +184,7 @@ def _groups(config: Config, lines: Mapping[str, Trajectory], prompts: Version | 
         elif prompts_by_group.setdefault(group, line.prompt_ids) != line.prompt_ids:
             others = "an earlier line" if prompts is None else str(prompts.ref)
             problem = f"prompt_ids: group {printable(group)} has others in {others}"
-        elif differing:
+        elif differing and prompts is None:
             problem = (
                 f"{differing[0]}: group {printable(group)} has others in an earlier line; give "
                 "prompts that differ in them a group_id each"

@@ -251,16 +251,16 @@ def _check_installed(package: str, setting: str, requirement: str) -> None:
 def not_finite(batch: Batch, message: str) -> NumericError:
     """Return the error that a training stops, with what helps: another rate, or smaller numbers to
     learn from if these are too large to be squared."""
-    large, help = "", "lower optimize.learning_rate"
+    large, advice = "", "lower optimize.learning_rate"
     for name in ("returns", "advantages", "rewards"):
         column = getattr(batch, name)
         sizes = [] if column is None else column[~column.isnan()].abs().tolist()
         if max(sizes, default=0.0) > _MOST_LEARNED_FROM:
             large = f"; the largest {name[:-1]} is {max(sizes):.3g}, and losses and norms square it"
-            help = f"make the {name} smaller"
+            advice = f"make the {name} smaller"
     return NumericError(
         "optimize",
         message + large,
         state="the starting checkpoint is intact; no version was written.",
-        next=help,
+        next=advice,
     )

@@ -698,15 +698,16 @@ class Config(base.Config):
         """True if the loss rewards entropy, now or after the coefficient has moved."""
         return self.entropy_coef > 0 or self.entropy_target is not None
 
+    @property
+    def steered(self) -> list[str]:
+        """Names of the coefficients that follow a target."""
+        targets = {"kl_coef": self.kl_target, "entropy_coef": self.entropy_target}
+        return [name for name, target in targets.items() if target is not None]
+
     def with_steered(self, metrics: Mapping[str, Any]) -> Config:
         """Return the config of the next training of a policy with these `metrics`: a coefficient
         that follows a target is the one that the last training ended with."""
-        targets = {"kl_coef": self.kl_target, "entropy_coef": self.entropy_target}
-        carried = {
-            name: metrics[name]
-            for name, target in targets.items()
-            if target is not None and name in metrics
-        }
+        carried = {name: metrics[name] for name in self.steered if name in metrics}
         return self.model_copy(update=carried)
 
     def terms_beside_rewards(self) -> list[str]:

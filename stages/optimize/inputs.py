@@ -77,7 +77,7 @@ def open_inputs(
     for role, refs in beside.items():
         versions = [store.open(ref) for ref in _as_list(refs)]
         if versions or role == "rewards":
-            ordered = _comparable_of(rollouts_by_content, role, versions)
+            ordered = _in_order_of(rollouts_by_content, role, versions)
             inputs |= _numbered(role, ordered)
             if role == "ref":
                 _require_one_reference(ordered)
@@ -123,7 +123,7 @@ def _numbered(role: str, versions: Iterable[Version]) -> dict[str, Version]:
     }
 
 
-def _comparable_of(
+def _in_order_of(
     rollouts: Mapping[str, Version], role: str, versions: list[Version]
 ) -> list[Version]:
     """Return `versions` in the order of their rollouts, which are keyed by content hash. Raises
@@ -356,8 +356,7 @@ def steered(config: Config, policy: Version) -> Config:
     """Return `config` with the coefficients that follow a target as the last training left them.
     Logs them, and warns of those that the recipe has changed since, without effect."""
     changed = config.with_steered(policy.manifest.metrics)
-    targets = {"kl_coef": config.kl_target, "entropy_coef": config.entropy_target}
-    for name in [name for name, target in targets.items() if target is not None]:
+    for name in config.steered:
         asked, start = getattr(config, name), getattr(changed, name)
         log.info("optimize.%s starts at %g", name, start)
         before = policy.manifest.config.get(name)

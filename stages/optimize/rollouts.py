@@ -271,13 +271,13 @@ def _no_advantage(
     not sampled or not scored, or it gave none."""
     name = "its advantage" if callable(algorithm.advantage) else algorithm.advantage
     groups, unit = joined.groups, "a prompt"
-    help = "use reinforce_pp or ppo, which need no group"
+    advice = "use reinforce_pp or ppo, which need no group"
     if algorithm.advantage == "pass_at_k":
-        name, help = f"pass_at_k with k = {least - 1}", "lower optimize.pass_k"
-    help = f"set generate.samples_per_prompt >= {least}, or {help}"
+        name, advice = f"pass_at_k with k = {least - 1}", "lower optimize.pass_k"
+    advice = f"set generate.samples_per_prompt >= {least}, or {advice}"
     if algorithm.advantage == "batch_normalized":
         least, groups, unit = 2, torch.zeros_like(groups), "in all"
-        help = "train on more rollouts: raise generate.samples_per_prompt, or take more prompts"
+        advice = "train on more rollouts: raise generate.samples_per_prompt, or take more prompts"
     is_scored = ~joined.rewards.isnan()
     num_scored = int(is_scored.sum())
     largest, most = (
@@ -288,10 +288,12 @@ def _no_advantage(
         return _too_few_scored(joined, is_scored, need)
     if least <= most:
         need = f"{name} gave no number for {num_scored} scored rollouts, at most {most} {unit}"
-        help = f"quiver show {joined.versions[0].inputs['rewards'].ref}"
+        advice = f"quiver show {joined.versions[0].inputs['rewards'].ref}"
         if callable(algorithm.advantage):
-            help = "correct the function, or raise generate.samples_per_prompt if it compares them"
-    return ConfigError(f"optimize.algorithm {config.algorithm}", need, next=help)
+            advice = (
+                "correct the function, or raise generate.samples_per_prompt if it compares them"
+            )
+    return ConfigError(f"optimize.algorithm {config.algorithm}", need, next=advice)
 
 
 def _too_few_scored(joined: _Joined, is_scored: Tensor, need: str) -> NumericError:

@@ -251,7 +251,7 @@ class Renderer:
         determined, or differs between rows with tools and without.
         """
         starts: dict[str, str | None] = {}
-        later_starts: dict[str, str | None] = {}
+        first_roles: list[str] = []
         end = None
 
         def start_after(roles: Sequence[str]) -> str | None:
@@ -267,16 +267,12 @@ class Renderer:
             if number == 0:
                 id = _only(self._end_ids(roles))
                 end = None if id is None else {"id": id, "text": self._guard.decode([id])}
-                if self.config.turns:
-                    answers = ("user", "tool") if self.tools else ("user",)
-                    later_starts = {
-                        role: start_after([*roles, "assistant", role]) for role in answers
-                    }
-        starts |= {
-            role: start
-            for role, start in later_starts.items()
-            if role not in starts and start is not None
-        }
+                first_roles = roles
+        answering = ("user", "tool") if self.tools else ("user",)
+        for role in answering if self.config.turns and first_roles else ():
+            start = start_after([*first_roles, "assistant", role])
+            if role not in starts and start is not None:
+                starts[role] = start
         return {"assistant_starts": starts, "assistant_end": end}
 
     def _end_ids(self, roles: Sequence[str]) -> set[int]:

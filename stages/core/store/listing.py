@@ -154,13 +154,11 @@ class Listing:
             return numbers
         lines, _ = self._lines
         # run key and content; a torn one has neither, so it has its own place
-        identities = {number: line.split(b" ", 3)[1:3] for number, line in lines.items()}
-        first_of = {tuple(identities.get(number, [number])): number for number in gone}
+        identities = {number: (*line.split(b" ", 3)[1:3],) for number, line in lines.items()}
+        first_of = {identities.get(number, number): number for number in gone}
 
         def place(number: int) -> tuple[int, int]:
-            return min(
-                first_of.get(tuple(identities.get(number, [number])), number), number
-            ), number
+            return min(first_of.get(identities.get(number, number), number), number), number
 
         return sorted(numbers, key=place)
 

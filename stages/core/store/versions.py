@@ -413,8 +413,9 @@ class Store:
 
     def refs(self, run: str | None = None, kind: str | None = None) -> Iterator[Ref]:
         """Yield references of all visible versions, by run, kind and number."""
-        for name, one_kind in [(run, kind)] if run and kind else self.kinds([run] if run else None):
-            if one_kind == (kind or one_kind):
+        places = [(run, kind)] if run and kind else self.kinds([run] if run else None)
+        for name, one_kind in places:
+            if kind in (None, one_kind):
                 yield from (Ref(name, one_kind, number) for number in self.numbers(name, one_kind))
 
     def versions(self, run: str | None = None, kind: str | None = None) -> Iterator[Version]:
