@@ -36,6 +36,7 @@ def load_whole(loader: Any, folder: Path, name: str, **options: Any) -> PreTrain
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
+            return_dict=True,  # a config may say false, and no caller takes tuples
             **options,
         )
     missing = sorted(report["missing_keys"])

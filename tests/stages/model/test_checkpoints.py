@@ -415,6 +415,18 @@ def test_a_saved_policy_loads_elsewhere_and_keeps_its_tokenizer(store, policy):
     assert torch.equal(loaded.get_input_embeddings().weight, model.get_input_embeddings().weight)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "bart"])
+def test_a_config_that_asks_for_tuples_gets_names(store, tmp_path, kind):
+    folder = make_folder(tmp_path / "model", kind)
+    inputs = {"input_ids": torch.tensor([[5, 6]])}
+    if kind == "bart":
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    expected = load_model(imported(store, folder), dtype=torch.float32)(**inputs).logits
+    change(folder / "config.json", return_dict=False)
+    model = load_model(imported(store, folder, "b"), dtype=torch.float32)
+    assert torch.equal(model(**inputs).logits, expected)
+
+
 @pytest.mark.parametrize(
     ("file", "fields", "kept"),
     [
