@@ -257,9 +257,12 @@ with open(__file__ + ".loads", "a+b") as file:
         (ENVIRONMENT, ConfigError, "its file changed meanwhile"),
     ],
 )
-def test_code_that_can_not_be_loaded_is_told_at_the_start(tmp_path, source, error, why):
+def test_code_that_cannot_be_loaded_is_told_at_the_start(tmp_path, caplog, source, error, why):
+    caplog.set_level("INFO", "quiver.stages")
+    source = f"print('seen before it failed', flush=True)\n{source}"
     with pytest.raises(error, match=why):
         pool_of(write(tmp_path, source), fingerprint="another")
+    assert "seen before it failed" in caplog.text
 
 
 def test_a_process_that_is_killed_while_it_loads_is_begun_anew_twice(tmp_path):
