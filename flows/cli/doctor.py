@@ -246,7 +246,7 @@ def prefect(findings: Findings) -> None:
         from quiver.flows.embedded import require_intact, require_writable
 
         require_writable(home)
-        if "PREFECT_API_URL" in os.environ or (home / "profiles.toml").exists():
+        if os.environ.get("PREFECT_API_URL") or (home / "profiles.toml").exists():
             _ask_server(findings, facts)
         elif not any(name.endswith("_DATABASE_CONNECTION_URL") for name in os.environ):
             require_intact(home / "prefect.db")
