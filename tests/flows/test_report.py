@@ -212,6 +212,7 @@ AT_LIMIT = "25% of the completions ended at the token limit: "
         ("policy", {"skipped_steps": 2}, {}, "2 optimizer steps left out"),
         ("policy", {"audit": {"mean_gap": 0.07}}, {}, "trainer and engine differ by 0.07 nats"),
         ("policy", {"first_clip_fraction": 0.25}, {}, "the first step clipped 0.25 of its tokens"),
+        ("policy", {"grad_norm": 0.0}, {}, "the gradient of its last step was 0"),
         ("rewards", {"reward_null": 3}, {}, "3 of 8 rollouts have no reward"),
         ("rewards", {"groups": {"zero_variance": 0.75}}, {}, "in 75% of the groups all rewards"),
         ("rollouts", END, CUT, f"{AT_LIMIT}set generate.sampling.stop_token_ids = [7], since"),
