@@ -81,7 +81,7 @@ def _troubles(iteration: Iteration) -> list[str]:
         "logprobs.prox = true."
         if clipped
         else "",
-        f"{policy.ref}: the gradient of its last step was 0, so that step changed nothing: widen the "
+        f"{policy.ref}: the gradient of its last step was 0, so it changed nothing: widen the "
         "bounds of optimize.correction, which may reject every token."
         if metric(policy, "grad_norm") == 0
         else "",
