@@ -102,6 +102,9 @@ TARGETS = (
             f"{OPTIMIZE}/test_critic.py",
             f"{OPTIMIZE}/test_optimize_resume.py",
             f"{OPTIMIZE}/test_optimize_stage.py::test_it_writes_a_policy_advantages_and_updates",
+            f"{OPTIMIZE}/test_optimize_stage.py"
+            "::test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_micro_batches",
+            f"{OPTIMIZE}/test_optimize_goes_on.py::test_trackers_write_where_they_are_told",
             f"{OPTIMIZE}/test_otb.py",
             f"{OPTIMIZE}/test_optimize_refuses.py",
             f"{OPTIMIZE}/test_trainer.py",

@@ -24,6 +24,7 @@ def test_the_picture_is_what_is_made():
     layout = make_layout(pieces, sequences, varlen=True)
     assert layout.ids.tolist() == [A + X[:-1] + Y[:-1] + B + Z[:-1]]
     assert layout.filling == (0, 11)
+    assert sequences.sizes([0, 0, 1]) == (11, 6)
     assert layout.positions.tolist() == [[0, 1, 2, 3, 4, 3, 4, 5, 0, 1, 2]]
     assert layout.rows.tolist() == [0, 1, 2]
     assert layout.targets.tolist() == X + Y + Z
