@@ -205,3 +205,19 @@ def test_a_freed_policy_keeps_nothing():
     policy.free()
     gc.collect()
     assert [storage for storage in held if storage() is not None] == []
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_within_a_step_each_weight_is_cast_once_if_casts_are_kept(is_kept):
+    """A weight that changes inside, which no trainer does, shows whether it was cast anew."""
+    model, (data, groups) = _model("llama"), _data()
+    policy = Policy(model, autocast=True)
+    policy.fuse()
+    policy.keeps_casts = is_kept
+    with policy.context():
+        before = packed(policy, "shared", data, groups)
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name:
+                parameter.data.mul_(4)
+        after = packed(policy, "shared", data, groups)
+    assert torch.equal(before, after) == is_kept
