@@ -59,6 +59,15 @@ _OF_LINES = (
     "columns",
 )
 """Columns of a trajectory, if they are there."""
+_OF_VERL = pa.schema(
+    {
+        "data_source": pa.string(),
+        "ability": pa.string(),
+        "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}),
+        "extra_info": pa.struct({"index": pa.string()}),
+    }
+)
+"""Columns of verl's rows, but for the prompt."""
 _NOT_OF_LINES = ("parse_error", "info", "seconds")
 """Fields of a saved turn that a trajectory does not have."""
 
@@ -124,7 +133,7 @@ def export(store: Store, ref: str, path: Path, options: Options) -> Exported:
     exported = exporter.exported
     with storage_errors(f"file {printable(path)}"), replacing(path) as file:
         writer = None
-        for table in exporter.tables():
+        for table in filter(len, exporter.tables()):
             exported.rows += len(table)
             if not options.parquet:
                 file.write(to_lines(table))
@@ -148,6 +157,13 @@ class _Exporter:
     def __init__(self, store: Store, ref: str, options: Options) -> None:
         self.options = options
         self.joined = open_joined(store, ref)
+        if len(versions := self.joined.all_rollouts) > 1:
+            raise LineageError(
+                str(self.joined.ref),
+                f"was made of several versions of rollouts: {', '.join(versions)}; an export "
+                "writes one",
+                next="export each by itself: name its rewards, or these rollouts",
+            )
         self.rollouts = self.joined.rollouts.version
         manifest = self.rollouts.manifest
         sampling = dict(manifest.config_section("sampling"))
@@ -204,6 +220,7 @@ class _Exporter:
         options = self.options
         chosen = np.zeros(len(self.joined), bool)
         chosen[self.joined.order(Selection(where=options.where))] = True
+        self.exported.left_out["by --where"] = int((~chosen).sum())
         if options.format in ("trajectories", "verl"):
             return np.flatnonzero(chosen)
         reasons = self.joined.rollouts.column("finish_reason")
@@ -395,16 +412,14 @@ class _Exporter:
     def _questions(self, positions: np.ndarray) -> pa.Table:
         """Return prompts as verl's RLHFDataset reads them."""
         rows = self.joined.table(positions).combine_chunks()
-        questions = []
+        questions: list[dict[str, Any]] = []
+        is_whole: list[bool] = []
         for row in rows.select(["group_id", "messages", "prompt_text", "columns"]).to_pylist():
             fields = prompt_fields(row)
             answer = fields.get("reference")
-            if answer is None or row["messages"] is None:
-                raise ConfigError(
-                    f"prompt {printable(row['group_id'])}",
-                    "has no messages, or no reference answer, and verl needs both",
-                    next="name the source's columns messages and answer",
-                )
+            is_whole.append(answer is not None and row["messages"] is not None)
+            if not is_whole[-1]:
+                continue
             text = answer if isinstance(answer, str) else json_text(answer)
             question = {
                 "data_source": str(fields["columns"].get("data_source") or self.rollouts.ref.run),
@@ -413,7 +428,9 @@ class _Exporter:
                 "extra_info": {"index": row["group_id"]},
             }
             questions.append(question)
-        return pa.Table.from_pylist(questions).add_column(1, "prompt", _messages(rows))
+        self.exported.left_out["without messages or a reference answer"] += is_whole.count(False)
+        asked = _messages(rows.filter(pa.array(is_whole)).combine_chunks())
+        return pa.Table.from_pylist(questions, _OF_VERL).add_column(1, "prompt", asked)
 
     # -- tokens
 

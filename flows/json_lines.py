@@ -4,12 +4,12 @@
     # b'{"ids":[1,2],"text":"a"}\n{"ids":[3]}\n'
 
 Members that are null are left out, at any depth below a struct. A number that is not finite is
-null, a decimal is a number, and a date is its text. JSON cannot hold bytes: TypeError.
+null, and a decimal is a number. Dates, UUIDs and all else that JSON does not know are their text.
+JSON cannot hold bytes: TypeError.
 """
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 from collections.abc import Mapping
@@ -94,8 +94,7 @@ def _plain(cell: Any) -> Any:
         cell = float(cell)
     if isinstance(cell, float) and not math.isfinite(cell):
         return None
-    is_time = isinstance(cell, datetime.date | datetime.time | datetime.timedelta)
-    return str(cell) if is_time else cell
+    return cell if cell is None or isinstance(cell, str | int | float | bytes) else str(cell)
 
 
 def lists_like(column: pa.ListArray, values: pa.Array) -> pa.ListArray:

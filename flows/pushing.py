@@ -4,8 +4,8 @@
     push(store, "arith/rollouts@5", "hf://datasets/me/arith")       # a dataset
 
 The version's own files are uploaded, checked, without optimizer state and manifest: a manifest may
-name hosts and folders. Files of an earlier push that end alike are deleted, since a loader would
-read both. The licence is left to the user.
+name hosts and folders. Weights and tables of an earlier push are deleted, since a loader would read
+both; other files of the repository stay. The licence is left to the user.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import PurePath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quiver.flows.look.shards import schema_of
 from quiver.schemas.errors import ConfigError, RemoteError, printable, reason
@@ -27,8 +27,14 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 _OF_DATASETS = "datasets/"
-_FOLDERS = re.compile(r'(?:^|(?<="))[/~][^"]*/')
-"""Folders before a file, in a path or in JSON."""
+_PATH = re.compile(r"(?:~[^/\s]*|/[^/\s]+/[^/\s]+)/[^\n]+|/[^/\s]+/\S+")
+"""A text that is one path from a home or the root. If it holds blanks, then only below two folders:
+`/no_think Answer yes/no.` is no path."""
+_READ = re.compile(
+    r"(adapter/)?(adapter_)?model(-\d+-of-\d+)?\.safetensors|"
+    r"model\.safetensors\.index\.json|[^/]*\.arrow"
+)
+"""Files that a loader reads whatever else is there: weights, and a data set's tables."""
 
 _LOG_IN = "log in by `hf auth login`, or put a token that may write into HF_TOKEN"
 _ADVICE = {
@@ -90,16 +96,27 @@ def prepare(version: Version) -> list[CommitOperationAdd]:
 def deletions(
     additions: Iterable[CommitOperationAdd], present: Iterable[str]
 ) -> list[CommitOperationDelete]:
-    """Return the deletions of files in `present` that end like an added one, but are not added."""
+    """Return the deletions of the weights (for a data set: tables) in `present` that a loader would
+    read beside the added ones."""
     from huggingface_hub import CommitOperationDelete
 
     names = {addition.path_in_repo for addition in additions}
-    endings = {PurePath(name).suffix for name in names} - {".md"}
+    is_data = any(name.endswith(".arrow") for name in names)
     return [
         CommitOperationDelete(name)
         for name in present
-        if name not in names and PurePath(name).suffix in endings
+        if name not in names and _READ.fullmatch(name) and name.endswith(".arrow") == is_data
     ]
+
+
+def _without_folders(value: Any) -> Any:
+    """Return a setting with the last part alone of each text in it that is a path."""
+    if isinstance(value, dict):
+        return {name: _without_folders(member) for name, member in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_folders(member) for member in value]
+    is_path = isinstance(value, str) and _PATH.fullmatch(value)
+    return PurePath(value).name if is_path else value
 
 
 def card(version: Version) -> str:
@@ -118,15 +135,15 @@ def card(version: Version) -> str:
     for entry in manifest.inputs:
         lines.append(f"| {printable(entry.role)} | {entry.ref} | {entry.content_hash} |")
     for model in manifest.models:
-        name = _FOLDERS.sub("", model.ref)
+        name = _without_folders(model.ref)
         for part in ("weights", "tokenizer", "template"):
             if getattr(model, part):
                 role = f"{printable(model.role)}, {part}"
                 lines.append(f"| {role} | {printable(name)} | {getattr(model, part)} |")
     # the run key's settings: they name no host that only ran the work
     config = parse(load_stage(manifest.stage).Config, manifest.config, str(version.ref))
-    settings = json.dumps(config.key(), indent=2, ensure_ascii=False)
-    lines += ["", "## Settings", "```json", _FOLDERS.sub("", settings), "```"]
+    settings = json.dumps(_without_folders(config.key()), indent=2, ensure_ascii=False)
+    lines += ["", "## Settings", "```json", settings, "```"]
     if version.ref.kind != "policy":
         lines += ["", "## Columns", "| column | type |", "|---|---|"]
         lines += [f"| {column.name} | {column.type} |" for column in schema_of(version)]

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quiver.schemas.errors import ConfigError, CorruptError, LineageError, QuiverError, printable
+from quiver.schemas.errors import (
+    ConfigError,
+    CorruptError,
+    LineageError,
+    QuiverError,
+    did_you_mean,
+    printable,
+)
 from quiver.schemas.refs import Ref, check_name, parse
 
 from . import completion
@@ -65,6 +72,8 @@ def ls(
         _say_sizes(opened, run)
         return
     entries, unreadable = readable_entries(opened, run)
+    if not (entries or unreadable):
+        _require_run(opened, run)
     rows = [
         {"ref": str(ref), "error": entry.error}
         if entry.error
@@ -104,6 +113,13 @@ def ls(
     _say_readable({"versions": rows}, lines, entries, unreadable)
 
 
+def _require_run(store: Store, run: str | None) -> None:
+    """Raise LineageError if there is no such run."""
+    if run and not store.storage.list(run):
+        problem = f"has no versions{did_you_mean(run, store.runs())}"
+        raise LineageError(f"run {printable(run)}", problem, next="quiver ls")
+
+
 def _say_readable(
     answer: dict[str, Any],
     lines: list[str],
@@ -139,6 +155,8 @@ def _say_sizes(store: Store, run: str | None) -> None:
         num_bytes = sum(entry.bytes for _, entry in entries)
         on_disk = size_below(name)
         rows.append({"run": name, "versions": len(entries), "bytes": num_bytes, "on_disk": on_disk})
+    if not (all_entries or unreadable):
+        _require_run(store, run)
     on_disk = size_below("")
     num_bytes = sum(row["bytes"] for row in rows)
     table = [("run", "versions", "size", "on disk")]
@@ -259,15 +277,22 @@ def lineage(
 def _row_lines(answer: dict[str, Any]) -> list[str]:
     """Return lines about where a row went, from `trace_row`."""
     lines = []
+    rows: dict[int | None, list[dict[str, Any]]] = {}  # an id may stand for several
     for asked in answer["asked"]:
-        prompts = f" of {printable(asked['prompts'])}" if asked["prompts"] else ""
-        lines.append(f"asked in        {printable(asked['rollouts'])}{prompts}")
-        for use in asked["policies"]:
-            counts = {"kept": use["kept"], **(use["dropped"] or {})}
-            words = ", ".join(f"{count} {printable(name)}" for name, count in counts.items())
-            words = words if use["dropped"] is not None else "its advantages are gone"
-            lines.append(f"trained on by   {printable(use['policy'])} ({words})")
-    lines += [f"in the line of  {printable(policy)}" for policy in answer["line"]]
+        rows.setdefault(asked.get("row_of"), []).append(asked)
+    for number, asked_in in rows.items():
+        if number is not None:
+            lines.append(f"prompt          {printable(asked_in[0]['prompt'], 80)}")
+        for asked in asked_in:
+            prompts = f" of {printable(asked['prompts'])}" if asked["prompts"] else ""
+            lines.append(f"asked in        {printable(asked['rollouts'])}{prompts}")
+            for use in asked["policies"]:
+                counts = {"kept": use["kept"], **(use["dropped"] or {})}
+                words = ", ".join(f"{count} {printable(name)}" for name, count in counts.items())
+                words = words if use["dropped"] is not None else "its advantages are gone"
+                lines.append(f"trained on by   {printable(use['policy'])} ({words})")
+        line = asked_in[0].get("line", answer["line"])
+        lines += [f"in the line of  {printable(policy)}" for policy in line]
     num_more = answer["num_asked"] - len(answer["asked"])
     if num_more:
         lines.append(f"{num_more:,} earlier rollouts versions of its prompts: --depth all")

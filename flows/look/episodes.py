@@ -57,8 +57,11 @@ class Piece(NamedTuple):
 def pieces_of(row: Mapping[str, Any], most_turns: int | None = None) -> list[Piece]:
     """Return a row of `Joined.rows` piece by piece: what was asked, what was sampled, how it ended,
     and what it earned. An empty text means that there is nothing to show."""
-    asked = (row.get("prompt"), row.get("reference"))
-    columns = {k: text for k, text in (row.get("columns") or {}).items() if text not in asked}
+    columns = dict(row.get("columns") or {})
+    columns.pop(row.get("reference_column"), None)
+    # the prompt stands above, so its column is left out; another one may hold the same text
+    asked = [name for name, text in columns.items() if text == row.get("prompt")]
+    columns.pop(next(iter(asked), None), None)
     pieces = [Piece("field", "prompt", row.get("prompt"))]
     pieces += pieces_of_files(row)
     pieces += [Piece("field", "reference", row.get("reference"))]

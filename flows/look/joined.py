@@ -7,7 +7,8 @@ Any version of the chain may be named: rollouts, rewards, logprobs, advantages, 
 evaluations, a policy, or prompts. The rollouts behind it are joined with what belongs to that
 version. For every other kind, a version made from these rollouts is taken: of several, the one
 that the run's own next policy was made of, else the newest. Advantages are made from the rewards
-that are shown.
+that are shown. Of a policy that learned from several versions of rollouts, the first are joined
+(`Joined.all_rollouts`).
 
     joined = open_joined(store, "arith/rewards@3")
     order = joined.order(Selection(sort="reward", descending=True, where="length > 20"))
@@ -20,7 +21,7 @@ from __future__ import annotations
 import operator
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
@@ -42,6 +43,7 @@ from quiver.schemas.errors import (
 from quiver.schemas.manifest import Manifest
 from quiver.schemas.prompts import MEDIA, OURS
 from quiver.schemas.refs import Ref
+from quiver.schemas.rollouts import END_REASONS, FINISH_REASONS
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.listing import is_of_sweep
 from quiver.stages.turns.statistics import COUNTS, counts_of, sum_of_each
@@ -53,7 +55,10 @@ from .shards import Shards, schema_of
 ANSWERS = ("answer", "reference", "solution", "target", "label", "ground_truth", "expected")
 """User columns that may hold the reference answer; the first present one is used. Without one, the
 field `ground_truth` of a column `reward_model` is used, as in verl's layout."""
-_CONDITION = re.compile(r"\s*([\w.\- ]+?)\s*(<=|>=|!=|=|<|>)\s*(.+?)\s*")
+_QUOTED = r"""(?:"[^"]*"|'[^']*')"""
+_CONDITION = re.compile(
+    rf"\s*({_QUOTED}|(?=\S)[^<>=!,]+?)\s*(<=|>=|!=|==?|<|>)\s*({_QUOTED}|(?![<>=])[^,]+?)\s*(?:,|\Z)"
+)
 _COMPARE = {
     "<": operator.lt,
     "<=": operator.le,
@@ -64,8 +69,12 @@ _COMPARE = {
 }
 _TEXTS = ("finish_reason", "group_id", "rollout_id", "end_reason")
 """Columns of rollouts that a filter compares as text."""
+_WORDS = {"finish_reason": FINISH_REASONS, "end_reason": END_REASONS}
+"""All texts that such a column may hold, if they are few."""
 _SHOWN_AS = {"end": "finish_reason", "ratio": "mean_ratio"}
-"""Names of columns by the title that a table has for them."""
+"""Names of columns by the title that a table has for them, unless the user's column has it."""
+_OWN = "columns."
+"""Before the name of a user's column, if Quiver's own has the same name."""
 _HOW = "write it as in: reward < 0.5, finish_reason = length"
 
 
@@ -77,7 +86,9 @@ class Selection:
     """One of `Joined.numbers`, or `random`. Empty: the stored order."""
     descending: bool = False
     where: str = ""
-    """Conditions such as `reward < 0.5, finish_reason = length`; all must hold."""
+    """Conditions such as `reward < 0.5, finish_reason = length`; all must hold. Texts and names of
+    columns may be quoted, and must be if they hold a comma. A user's column that has the name of
+    one of Quiver's is called `columns.NAME`."""
     search: str = ""
     """Text that the completion, the prompt, a turn or an observation must contain, in any case."""
     group: str = ""
@@ -131,10 +142,23 @@ class Joined:
         return str(shards.version.ref) if shards else None
 
     @property
+    def all_rollouts(self) -> list[str]:
+        """References of all rollouts that the version was made of. Only the first are joined: a
+        policy may have learned from several rounds, or from earlier rollouts again."""
+        shown = str(self.rollouts.version.ref)
+        inputs = self.store.version(self.ref).manifest.inputs
+        named = [each.ref for each in inputs if each.role.partition(".")[0] == "rollouts"]
+        return named if shown in named else [shown]
+
+    @property
     def title(self) -> str:
-        """The version, the policy that sampled, and the rewards, if they are another version."""
+        """The version, the policy that sampled, and the rewards, if they are another version. And
+        what the rows are of, if they are not all that it was made of."""
         by = f" by {self.policy}" if self.policy else ""
-        return with_rewards(f"{self.ref}{by}", None if self.ref.kind == "rewards" else self.rewards)
+        rewards = None if self.ref.kind == "rewards" else self.rewards
+        shown, *others = self.all_rollouts
+        only = f" (rows of {shown}, not of {', '.join(others)})" if others else ""
+        return with_rewards(f"{self.ref}{by}", rewards) + only
 
     @property
     def score_name(self) -> str:
@@ -162,6 +186,7 @@ class Joined:
             prompt: The last message, or the rendered prompt.
             columns: The user's columns.
             reference: The first of `ANSWERS` that is present.
+            reference_column: Its name, if it is a column by itself.
             advantage: The rollout's advantage, or the mean over its tokens if there is one per
                 token.
             reward, parts, errors, extra, score, kept, drop_reason, mean_ratio.
@@ -273,6 +298,11 @@ class Joined:
         Each returns [rollouts] float64, NaN for a rollout that has none. `logprob` is the mean over
         a rollout's tokens. `change` is |log mean_ratio|: how far training moved the rollout.
         """
+        return {**self._own_numbers, **self._measured}
+
+    @cached_property
+    def _measured(self) -> dict[str, Callable[[], np.ndarray]]:
+        """Those of `numbers` that are no columns of the user's."""
         functions: dict[str, Callable[[], np.ndarray]] = {}
 
         def add(name: str, kind: str, column: str, numbers_of: Callable = lambda cells: cells):
@@ -297,8 +327,7 @@ class Joined:
             add("advantage", "advantages", "advantage")
             add("mean_ratio", "advantages", "mean_ratio")
             functions["change"] = lambda: np.abs(np.log(self.number("mean_ratio")))
-        measured = {name: cache(function) for name, function in functions.items()}
-        return {**self._own_numbers, **measured}
+        return {name: cache(function) for name, function in functions.items()}
 
     @cached_property
     def _own_numbers(self) -> dict[str, Callable[[], np.ndarray]]:
@@ -312,7 +341,8 @@ class Joined:
 
     @cached_property
     def own_columns(self) -> dict[str, pa.DataType]:
-        """Types of the user's columns that hold one number, text or yes and no, by name.
+        """Types of the user's columns that hold one number, text or yes and no, by name; by
+        `columns.NAME` if one of Quiver's has that name.
 
         A column that mixes 1 and 2.5 is stored as JSON; its type here is float64.
         """
@@ -332,13 +362,24 @@ class Joined:
                 for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
             )
             if is_simple:
-                kinds[field.name] = kind
+                is_taken = field.name in (*_TEXTS, *self._measured)
+                kinds[f"{_OWN}{field.name}" if is_taken else field.name] = kind
         return kinds
+
+    def _resolved(self, name: str) -> str:
+        """Return the name of one of `numbers`, texts and `own_columns` that is meant."""
+        for each in (name, name.removeprefix(_OWN)):
+            if each in self.own_columns:
+                return each
+        return _SHOWN_AS.get(name, name)
 
     def _own_cells(self, name: str) -> pa.ChunkedArray:
         """Return a column of the user's, without dictionaries, and numbers in JSON as float64.
         [prompts]"""
-        column = pc.struct_field(self.shards["prompts"].column("columns"), name)
+        columns = self.shards["prompts"].column("columns")
+        if columns.type.get_field_index(name) < 0:
+            name = name.removeprefix(_OWN)
+        column = pc.struct_field(columns, name)
         if isinstance(column.type, Cells):
             chunks = [chunk.storage for chunk in column.chunks]
             return pa.chunked_array(chunks, column.type.storage_type).cast(pa.float64())
@@ -354,7 +395,7 @@ class Joined:
 
     def number(self, name: str) -> np.ndarray:
         """Return one of `numbers`. Raises ConfigError if the name is unknown."""
-        name = _SHOWN_AS.get(name, name)
+        name = self._resolved(name)
         if name not in self.numbers:
             raise ConfigError(
                 f"column {quoted_name(name)}",
@@ -372,8 +413,8 @@ class Joined:
         is_meant = np.ones(len(self), bool)
         if selection.group:
             is_meant &= pc.equal(self.rollouts.column("group_id"), selection.group).to_numpy()
-        for condition in filter(str.strip, selection.where.split(",")):
-            is_meant &= self._holds(condition)
+        for name, sign, text in _conditions(selection.where):
+            is_meant &= self._holds(name, sign, text)
         if selection.search:
             is_meant &= self._contains(selection.search)
         positions = np.flatnonzero(is_meant)
@@ -395,8 +436,10 @@ class Joined:
         nothing is scored; `position` of the group's first rollout. `std` divides by n, not n − 1.
         If the user's column has the name of another one here, it is called `columns.NAME`.
         """
-        by = _SHOWN_AS.get(by, by)
+        by = self._resolved(by)
         names = [*self._text_names, *self.own_columns]
+        if by not in names and f"{_OWN}{by}" in names:
+            by = f"{_OWN}{by}"  # a number of Quiver's, for which there are no means
         if by not in names:
             problem = f"expected one of {', '.join(map(printable, names))}"
             raise ConfigError(f"column {quoted_name(by)}", problem, next="name one of these")
@@ -439,20 +482,16 @@ class Joined:
     def _text_names(self) -> tuple[str, ...]:
         return _TEXTS if self.has_turns else _TEXTS[:-1]
 
-    def _holds(self, condition: str) -> np.ndarray:
+    def _holds(self, name: str, sign: str, text: str) -> np.ndarray:
         """Return [rollouts] bool: true if a condition such as `reward < 0.5` holds."""
-        match = _CONDITION.fullmatch(condition)
-        if not match:
-            raise ConfigError(
-                f"condition {printable(condition)}",
-                "expected COLUMN, one of < <= > >= = !=, and a number or text",
-                next=_HOW,
-            )
-        name, sign, text = match.groups()
-        name = _SHOWN_AS.get(name, name)
+        condition = f"condition {printable(f'{name} {sign} {text}')}"
+        name = self._resolved(name)
         own = [each for each, kind in self.own_columns.items() if _is_text(kind)]
-        text_names = [*self._text_names, *(each for each in own if each not in self.numbers)]
+        text_names = [*self._text_names, *own]
         if name in text_names and sign in ("=", "!="):
+            words = _WORDS.get(name, (text,))
+            if text not in words:
+                raise ConfigError(condition, f"expected one of {', '.join(words)}", next=_HOW)
             is_equal = pc.equal(self.values(name), text).fill_null(False).to_numpy()
             return is_equal if sign == "=" else ~is_equal
         if self.own_columns.get(name) == pa.bool_():
@@ -461,7 +500,7 @@ class Joined:
             number = float(text)
         except ValueError:
             raise ConfigError(
-                f"condition {printable(condition)}",
+                condition,
                 f"expected a number, found {printable(text)}; texts are {', '.join(text_names)}",
                 next=_HOW,
             ) from None
@@ -499,9 +538,29 @@ class Joined:
         return is_there
 
 
+def _conditions(where: str) -> Iterator[tuple[str, str, str]]:
+    """Yield name, sign and text of each condition. Raises ConfigError."""
+    rest = where.lstrip(" \t\n,")
+    while rest:
+        match = _CONDITION.match(rest)
+        if not match:
+            raise ConfigError(
+                f"condition {printable(rest.partition(',')[0])}",
+                "expected COLUMN, one of < <= > >= = !=, and a number or text",
+                next=_HOW,
+            )
+        name, sign, text = match.groups()
+        yield _unquoted(name), sign.replace("==", "="), _unquoted(text)
+        rest = rest[match.end() :].lstrip(" \t\n,")
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if re.fullmatch(_QUOTED, text) else text
+
+
 def prompt_fields(row: dict[str, Any]) -> dict[str, Any]:
-    """Return `prompt`, `columns`, `reference` and the media of a row of prompts, each only if the
-    row has it. An empty row gives an empty dict."""
+    """Return `prompt`, `columns`, `reference` with the name of its column, and the media of a row
+    of prompts, each only if the row has it. An empty row gives an empty dict."""
     if not row:
         return {}
     columns = {name: cell for name, cell in (row["columns"] or {}).items() if name not in OURS}
@@ -512,14 +571,15 @@ def prompt_fields(row: dict[str, Any]) -> dict[str, Any]:
     }
     name = next((name for name in ANSWERS if columns.get(name) is not None), None)
     if name is not None:
-        fields["reference"] = columns[name]
+        fields |= {"reference": columns[name], "reference_column": name}
     elif isinstance(columns.get("reward_model"), dict):
         fields["reference"] = columns["reward_model"].get("ground_truth")
     return fields | {name: row[name] for name in MEDIA.values() if row.get(name)}
 
 
 def rows(store: Store, ref: str | Ref) -> pa.Table:
-    """Return the rollouts behind a version and all that joins them as one table: `Joined.table`."""
+    """Return the rollouts behind a version and all that joins them as one table: `Joined.table`. Of
+    several versions of rollouts behind a policy, these are the first."""
     return open_joined(store, ref).table()
 
 

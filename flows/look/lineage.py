@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -27,6 +28,8 @@ from quiver.stages.core.store import Store
 from quiver.stages.core.store.listing import Summary
 from quiver.stages.core.store.readable import open_kept
 from quiver.stages.core.threads import map_in_threads
+
+from .joined import prompt_fields
 
 SHORTEST_FOLD = 3
 """Least policies, or least versions made alike of one version, that are folded into one node."""
@@ -101,8 +104,7 @@ class Index:
     def trained_from(self, ref: str) -> str | None:
         """Return the policy that a policy was trained from, or None."""
         summary = self.get(ref) if "/policy@" in ref else None
-        sources = summary.sources.items() if summary else ()
-        return next((source for source, role in sources if role == "policy"), None)
+        return summary.trained_from if summary else None
 
     def trained_on(self, ref: str) -> list[str]:
         """Return the policies that were trained from a policy."""
@@ -264,10 +266,15 @@ def trace_row(store: Store, row: str, most: int | None = None) -> dict[str, Any]
         row: the id
         num_asked: how many rollouts versions have it. For a group, of those beyond `most` only the
             prompts are known to have it
-        asked: by rollouts version, newest last, its `prompts` and the `policies` that learned from
-            that version, each with `kept`, the number of these rollouts that it was trained on, and
-            `dropped`, counts by reason. Both are None if the advantages are gone
+        asked: by rollouts version, newest last, its `prompts`; the `prompt` that the id stands for
+            there, None if it is gone; and the `policies` that learned from that version, each with
+            `kept`, the number of these rollouts that it was trained on, and `dropped`, counts by
+            reason. Both are None if the advantages are gone
         line: the last policies that were trained from these
+
+    The same group id may stand for another prompt elsewhere: by default it is a row's number in its
+    source. Then each of `asked` also has a `row_of`, equal for what is the same row, and a `line`
+    of its own.
 
     Raises LineageError if no rollouts have it.
     """
@@ -289,7 +296,7 @@ def trace_row(store: Store, row: str, most: int | None = None) -> dict[str, Any]
             next="quiver ls",
         )
     answer = {"row": row, "num_asked": len(asked), "asked": []}
-    policies = {user for ref in asked for user in index.users[ref] if "/policy@" in user}
+    contents = {ref: _asked_by(store, index.get(ref).source("prompts"), row) for ref in asked}
     for ref in shown:
         summary = index.get(ref)
         prompts = summary.source("prompts")
@@ -299,16 +306,44 @@ def trace_row(store: Store, row: str, most: int | None = None) -> dict[str, Any]
         trained = [
             {"policy": user, **_use_of(store, user, f"^{pattern}$")}
             for user in index.users[ref]
-            if user in policies
+            if "/policy@" in user
         ]
-        answer["asked"].append({"rollouts": ref, "prompts": prompts, "policies": trained})
+        asks = contents[ref].get("prompt")
+        answer["asked"].append(
+            {"rollouts": ref, "prompts": prompts, "prompt": asks, "policies": trained}
+        )
+    answer["line"] = _last_trained(index, asked)
+    alike: dict[str, list[str]] = defaultdict(list)
+    for ref in asked:
+        alike[repr(contents[ref])].append(ref)
+    for row_of, refs in enumerate(alike.values() if len(alike) > 1 else ()):
+        line = _last_trained(index, refs)
+        for one in answer["asked"]:
+            if one["rollouts"] in refs:
+                one.update(row_of=row_of, line=line)
+    return answer
+
+
+def _asked_by(store: Store, prompts: str | None, group: str) -> dict[str, Any]:
+    """Return what `prompt_fields` returns of a group in `prompts`; {} if it is not there."""
+    if prompts is None:
+        return {}
+    with suppress(LineageError, CorruptError):
+        table = store.version(parse(prompts)).table()
+        for row in table.filter(pc.equal(table["group_id"], group)).to_pylist():
+            return prompt_fields(row)
+    return {}
+
+
+def _last_trained(index: Index, rollouts: Iterable[str]) -> list[str]:
+    """Return the last policies that were trained from those that learned from `rollouts`."""
+    policies = {user for ref in rollouts for user in index.users[ref] if "/policy@" in user}
     waiting = sorted(policies, key=lambda ref: (parse(ref).run, parse(ref).version))
     for policy in waiting:  # grows while it is walked
         further = [user for user in index.trained_on(policy) if user not in policies]
         policies.update(further)
         waiting += further
-    answer["line"] = [policy for policy in waiting if not index.trained_on(policy)]
-    return answer
+    return [policy for policy in waiting if not index.trained_on(policy)]
 
 
 def _asked_in(store: Store, index: Index, row: str) -> list[str]:

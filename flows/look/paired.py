@@ -18,12 +18,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import ConfigError, LineageError, did_you_mean
+from quiver.schemas.errors import ConfigError, LineageError, did_you_mean, printable
 from quiver.schemas.refs import Ref, check_name, parse
+from quiver.stages.core.config import parse as parse_config
 from quiver.stages.core.lineage import pair_prompts, prompts_of
 from quiver.stages.core.run.stage import is_made_alike
 from quiver.stages.core.store import Store, Version, marks
 from quiver.stages.core.store.listing import EXPIRED, REMOVED, is_of_sweep
+from quiver.stages.evaluate.config import Config
 
 from .joined import Joined, open_joined
 
@@ -33,7 +35,7 @@ class Paired:
     """Rollouts and their partners in a second version, if any.
 
     With b the second and a the first reward or score of a pair, `first.number("gain")` is b − a and
-    `first.number("change")` is |b − a|.
+    `first.number("change")` is |b − a|. Evaluations of different scores have neither.
     """
 
     first: Joined
@@ -60,8 +62,16 @@ class Paired:
 
     @property
     def titles(self) -> list[str]:
-        """The title of each side, after its name."""
-        return [f"{name} {joined.title}".strip() for name, joined, _ in self.sides({}, {})]
+        """The title of each side, after its name; with its score, if they have different ones."""
+        sides = [joined for _, joined, _ in self.sides({}, {})]
+        scores = [_measured_by(joined) for joined in sides]
+        are_two = all(scores) and len({*scores}) > 1
+        says = [f" (by {printable(score)})" if are_two else "" for score in scores]
+        names = [name for name, _, _ in self.sides({}, {})]
+        return [
+            f"{name} {joined.title}{said}".strip()
+            for name, joined, said in zip(names, sides, says, strict=True)
+        ]
 
 
 def pair(store: Store, first: str, second: str | None, most_bytes: int | None = None) -> Paired:
@@ -92,9 +102,22 @@ def pair(store: Store, first: str, second: str | None, most_bytes: int | None = 
         after = np.append(b.number(b.score_name), np.nan)
         return after[places] - a.number(a.score_name)
 
-    if a.score_name and b.score_name:
+    measured = _measured_by(a)
+    if measured and measured == _measured_by(b):
         a.numbers |= {"gain": gain, "change": lambda: np.abs(gain())}
     return Paired(a, b, places)
+
+
+def _measured_by(joined: Joined) -> str:
+    """Return what the rollouts' score is: `reward`, or the score of an evaluation; empty if they
+    have none."""
+    evaluations = joined.shards.get("evaluations")
+    return _score_of(evaluations.version) if evaluations else joined.score_name
+
+
+def _score_of(evaluation: Version) -> str:
+    manifest = evaluation.manifest
+    return parse_config(Config, manifest.config, str(evaluation.ref)).score
 
 
 def match_rows(
@@ -131,22 +154,37 @@ def _samples(rows: pa.Table, names: Mapping[str, str]) -> pa.Array:
 def find_evaluations(store: Store, first: str, second: str) -> tuple[Version, Version]:
     """Return the evaluations that two names refer to: each itself, a policy's, or a run's newest.
 
-    A policy with several evaluations is compared by its newest one whose answers were sampled like
-    the other's, with the same seed; without one, by its newest on the same prompts; without that,
-    by its newest. Raises LineageError if a name has no evaluation.
+    A policy with several evaluations is compared by its newest one on the same prompts. Of several,
+    one of the same score is taken first, then one whose answers were sampled like the other's, with
+    the same seed, then one whose rewards were made alike. Raises LineageError if a name has no
+    evaluation.
     """
     named = [list(_newest_first(store, name)) for name in (first, second)]
-    same_prompts = []
+    best: tuple[Version, Version] | None = None
+    most = (False,) * 4
     for pair in product(*named):
-        with suppress(LineageError):  # versions were deleted
-            prompts_a, prompts_b = (prompts_of(store, version).manifest for version in pair)
-            are_two = pair[0].ref != pair[1].ref
-            if are_two and prompts_a.content_hash == prompts_b.content_hash:
-                same_prompts.append(pair)
-                rollouts = [each.manifest.require_input("rollouts").ref for each in pair]
-                if is_made_alike(*(store.open(ref).manifest for ref in rollouts)):
-                    return pair
-    return same_prompts[0] if same_prompts else (named[0][0], named[1][0])
+        likeness = (
+            pair[0].ref != pair[1].ref and _are_alike(store, pair, "prompts"),
+            _score_of(pair[0]) == _score_of(pair[1]),
+            *(_are_alike(store, pair, role) for role in ("rollouts", "rewards")),
+        )
+        if best is None or likeness > most:
+            best, most = pair, likeness
+        if all(most):
+            break
+    return best
+
+
+def _are_alike(store: Store, pair: tuple[Version, Version], role: str) -> bool:
+    """Return whether two evaluations have the same prompts, or rollouts or rewards made alike.
+    False if these were deleted."""
+    with suppress(LineageError):
+        if role == "prompts":
+            first, second = (prompts_of(store, version).manifest for version in pair)
+            return first.content_hash == second.content_hash
+        inputs = [version.manifest.require_input(role) for version in pair]
+        return is_made_alike(*(store.open(each.ref).manifest for each in inputs))
+    return False
 
 
 def _newest_first(store: Store, name: str) -> Iterator[Version]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from datetime import date
+from datetime import date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from uuid import UUID
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -479,6 +480,48 @@ def test_what_json_cannot_hold_as_it_is_comes_back_as_the_nearest_or_is_refused(
     export(store, str(made.rollouts.ref), tmp_path / "verl.jsonl", Options("verl"))
     questions = rows_of(tmp_path / "verl.jsonl")
     assert {row["reward_model"]["ground_truth"] for row in questions} == {"1.5"}
+
+
+def test_types_that_json_does_not_know_are_their_text():
+    day = datetime(2026, 1, 2, 3, 4, 5)
+    id = UUID(int=7)
+    ids = pa.array([id.bytes], pa.uuid())
+    columns = {
+        "id": ids,
+        "ids": pa.StructArray.from_arrays([ids], ["id"]),
+        "time": pa.array([day.time()]),
+        "when": pa.array([day]),
+        "took": pa.array([timedelta(seconds=90)]),
+        "half": pa.array([1.5], pa.float32()).cast(pa.float16()),
+        "price": pa.array([{"of": [Decimal("1.50")]}]),
+    }
+    row = json.loads(to_lines(pa.table(columns)))
+    assert row["id"] == row["ids"]["id"] == str(id)
+    assert (row["time"], row["when"], row["took"]) == ("03:04:05", str(day), "0:01:30")
+    assert (row["half"], row["price"]) == (1.5, {"of": [1.5]})
+    with pytest.raises(TypeError):
+        to_lines(pa.table({"raw": [{"of": [b"a"]}]}))
+
+
+def test_what_conditions_leave_out_is_counted(made, tmp_path):
+    store, versions = made
+    options = Options("sft", where="finish_reason = stop")
+    done = export(store, str(versions.rewards.ref), tmp_path / "out.jsonl", options)
+    assert (done.rows, done.left_out["by --where"]) == (10, 2)
+    with pytest.raises(ConfigError, match="left out: 12 by --where"):
+        path = tmp_path / "none.jsonl"
+        options = Options("trajectories", where="tokens > 1000")
+        export(store, str(versions.rewards.ref), path, options)
+
+
+def test_prompts_that_verl_cannot_read_are_left_out(tmp_path):
+    store = Store(tmp_path / "store")
+    made = with_own(store, tmp_path, answer=pa.array(["1", None, "3"]))
+    done = export(store, str(made.rollouts.ref), tmp_path / "verl.jsonl", Options("verl"))
+    rows = rows_of(tmp_path / "verl.jsonl")
+    assert [row["extra_info"]["index"] for row in rows] == ["q0", "q2"]
+    assert [row["prompt"][-1]["content"] for row in rows] == ["one?", "three?"]
+    assert +done.left_out == {"without messages or a reference answer": 1}
 
 
 def test_bytes_are_no_json(tmp_path):

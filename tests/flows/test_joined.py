@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 import quiver
+from quiver.flows.exporting import Options, export
 from quiver.flows.look.joined import Joined, Selection, open_joined
 from quiver.flows.look.shards import Shards
 from quiver.schemas.cells import json_array
@@ -103,7 +104,19 @@ def test_a_group_is_chosen_by_its_whole_id(tmp_path):
     assert joined.groups()["mean"].to_pylist() == [None] * 3, "nothing is scored"
 
 
-@pytest.mark.parametrize("where", ["reward", "reward < high", "nowhere > 1", "finish_reason < 3"])
+CANNOT_BE_READ = [
+    "reward",
+    "reward < high",
+    "nowhere > 1",
+    "finish_reason < 3",
+    "finish_reason = lenght",
+    "finish_reason => length",
+    "end != stopped",
+    'reward < 1, "reward < 1',
+]
+
+
+@pytest.mark.parametrize("where", CANNOT_BE_READ)
 def test_a_condition_that_can_not_be_read_is_refused(golden, where):
     with pytest.raises(ConfigError):
         open_joined(golden, "golden/rewards@1").order(Selection(where=where))
@@ -222,6 +235,56 @@ def test_own_columns_of_any_storage_are_texts_numbers_and_yes_or_no(tmp_path):
         joined.groups("other")
 
 
+def test_names_and_texts_of_conditions_may_be_quoted(tmp_path):
+    columns = {
+        "is it hard?": ["yes, it's", "no"],
+        "said": ['"yes"', ""],
+        "it's": ["a = b", "c"],
+    }
+    own = pa.table(columns).to_struct_array().combine_chunks()
+    joined = with_columns(tmp_path, own)
+    groups_of = {
+        """"is it hard?" = "yes, it's" """: {0},
+        "is it hard? == no": {1},
+        "is it hard? != 'no', tokens >= 1,": {0},
+        """said = '"yes"'""": {0},
+        'said = "", reward >= "0"': {1},
+        "it's = a = b": {0},
+        "it's != 'c'": {0},
+        "finish_reason == 'length'": {0, 1},
+        'finish_reason != "length"': set(),
+        " , ": {0, 1},
+    }
+    found = {where: joined.order(Selection(where=where)) // 8 for where in groups_of}
+    assert {where: set(groups) for where, groups in found.items()} == groups_of
+
+
+def test_own_columns_keep_their_names_beside_those_of_a_table(tmp_path):
+    """What a table calls `end` and `ratio` has a longer name too; other names get one."""
+    own = [
+        {"end": "e1", "ratio": 1.0, "tokens": 9, "reward": "low", "finish_reason": "stop"},
+        {"end": "e2", "ratio": 3.0, "tokens": 8, "reward": "high", "finish_reason": "length"},
+    ]
+    joined = with_columns(tmp_path, pa.array(own))
+    groups_of = {
+        "end = e1": {0},
+        "columns.end = e1": {0},
+        "ratio > 2": {1},
+        "columns.tokens > 8": {0},
+        "tokens = 4": {0, 1},
+        "columns.reward = high": {1},
+        "columns.finish_reason = stop": {0},
+        "finish_reason = length": {0, 1},
+    }
+    found = {where: joined.order(Selection(where=where)) // 8 for where in groups_of}
+    assert {where: set(groups) for where, groups in found.items()} == groups_of
+    assert joined.order(Selection(sort="ratio", descending=True))[0] == 8
+    assert joined.order(Selection(sort="columns.tokens"))[0] == 8
+    assert joined.groups("end")["end"].to_pylist() == ["e1", "e2"]
+    for name in ("reward", "columns.reward"):
+        assert joined.groups(name)["columns.reward"].to_pylist() == ["low", "high"]
+
+
 def test_an_own_column_may_have_a_name_of_the_table_of_means(tmp_path):
     others = ["count", "mean", "std", "min", "max", "position"]
     own = dict.fromkeys(["number", *others], 7)
@@ -287,6 +350,18 @@ def test_a_policy_shows_what_it_learned_from(golden):
     advantages = {row["rollout_id"]: (row["advantage"], row["mean_ratio"]) for row in rows}
     for row in joined.rows(range(16)):
         assert (row["advantage"], row["mean_ratio"]) == advantages[row["rollout_id"]]
+
+
+def test_a_policy_of_several_rollouts_says_which_are_shown(golden, tmp_path):
+    """It was trained on earlier rollouts again; only the first are joined, and none exported."""
+    joined = open_joined(golden, "golden/policy@2")
+    assert joined.all_rollouts == ["golden/rollouts@6", "golden/rollouts@1"]
+    assert joined.title.endswith("(rows of golden/rollouts@6, not of golden/rollouts@1)")
+    for ref in ("golden/policy@1", "golden/rewards@1", "golden/rollouts@3"):
+        assert "rows of" not in open_joined(golden, ref).title
+    with pytest.raises(LineageError, match="rollouts@6, golden/rollouts@1") as caught:
+        export(golden, "golden/policy@2", tmp_path / "out.jsonl", Options("sft"))
+    assert "each by itself" in caught.value.next
 
 
 def test_advantages_are_those_made_of_the_rewards_that_are_shown(golden, tmp_path):

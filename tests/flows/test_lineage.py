@@ -5,12 +5,13 @@ import shutil
 import sys
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
 from quiver.flows.cli import versions
 from quiver.flows.cli.shared import to_json
-from quiver.flows.look.lineage import descent, lineage, parents_of, trace_row
+from quiver.flows.look.lineage import Index, descent, lineage, parents_of, trace_row
 from quiver.schemas.errors import CorruptError, LineageError
 from quiver.schemas.manifest import Input, ModelEntry
 from quiver.schemas.refs import Ref
@@ -248,6 +249,21 @@ def test_policies_of_the_same_rollouts_are_no_iterations(long, capsys):
     assert not any("cells/rollouts@1" in line for line in lines)
 
 
+def test_a_moving_average_was_not_trained_from_its_policy(long):
+    """Such as the reference of a KL penalty, which follows the run's own line."""
+    before = descent(long, "long/policy@1", 1)["outputs"]
+    average = "long/policy@0"
+    for number in range(1, 12):
+        models = [("reference", average), ("policy", f"long/policy@{number}")]
+        average = long_run.write(long, f"long.ref/policy@{number}", "average", (), models)
+    after = descent(long, "long/policy@1", 1)["outputs"]
+    assert [node["ref"] for node in after if node not in before] == ["long.ref/policy@1"]
+    (line,) = [node for node in after if "folded" in node]
+    assert (line["ref"], line["to"], line["count"]) == ("long/policy@2", "long/policy@12", 11)
+    assert Index(long).trained_on("long/policy@3") == ["long/policy@4"]
+    assert Index(long).trained_from("long.ref/policy@3") is None
+
+
 def test_what_was_made_of_one_policy_is_no_line_of_policies(long, capsys):
     for number in range(1, 5):
         inputs = [("policy", "cells/policy@1")]
@@ -335,6 +351,46 @@ def test_a_group_is_asked_only_in_sampled_rollouts_that_have_it(store):
             answer = trace_row(store, group, most)
             assert [one["rollouts"] for one in answer["asked"]] == expected
             assert answer["num_asked"] == len(expected)
+
+
+def test_rows_of_two_sources_with_one_group_id_are_told_apart(store, capsys):
+    """Group ids are row numbers unless a recipe names others."""
+    table = store.open("bench/prompts@1").table()
+    texts = pa.array(["Name a sea.", "Name a lake."])
+    place = table.schema.get_field_index("prompt_text")
+    table = table.set_column(place, table.schema.field(place), texts)
+    asked = write_version(store, "prompts", "prompt", table)
+    for prompts in ("bench/prompts@1", "bench/prompts@2"):
+        asked = {"prompts": store.open(prompts)}
+        write_version(store, "rollouts", "generate", rollouts_table(4, 8, 8, 2), asked)
+    policies = [
+        long_run.write(
+            store,
+            f"bench/policy@{number}",
+            "optimize",
+            [("policy", "bench/policy@0"), ("rollouts", f"bench/rollouts@{number}")],
+        )
+        for number in (1, 2, 3)
+    ]
+    answer = trace_row(store, "g1")
+    assert [one["row_of"] for one in answer["asked"]] == [0, 0, 1]
+    assert [one["line"] for one in answer["asked"]] == [policies[:2], policies[:2], policies[2:]]
+    lines = said(capsys, store, row="g1")
+    words = [tuple(line.split()[:1] + line.split()[-1:]) for line in lines]
+    gone = "gone)"
+    assert words == [
+        ("prompt", lines[0].split()[-1]),
+        ("asked", "bench/prompts@1"),
+        ("trained", gone),
+        ("asked", "bench/prompts@1"),
+        ("trained", gone),
+        ("in", "bench/policy@1"),
+        ("in", "bench/policy@2"),
+        ("prompt", "lake."),
+        ("asked", "bench/prompts@2"),
+        ("trained", gone),
+        ("in", "bench/policy@3"),
+    ]
 
 
 def test_a_row_that_was_asked_often_is_shown_of_the_newest(finished, capsys, monkeypatch):

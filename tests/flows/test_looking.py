@@ -14,6 +14,7 @@ from quiver.flows.cli.compare import diff
 from quiver.flows.look.columns import picked
 from quiver.flows.look.describe import score_line
 from quiver.flows.look.episodes import pieces_of
+from quiver.flows.look.joined import prompt_fields
 from quiver.flows.look.lineage import origin_of
 from quiver.flows.look.stage import default_path
 from quiver.schemas import fields, prompts
@@ -75,6 +76,21 @@ def test_columns_and_parts_are_shown_by_the_names_that_a_recipe_takes():
     row = {"prompt": "1+1=", "columns": {"extra_info": 7}, "reward": 1.0, "parts": {"as_is": 1.0}}
     texts = {piece.name: piece.text for piece in pieces_of(row)}
     assert (texts["columns"], texts["parts"]) == ("extra_info 7", "as_is 1")
+
+
+def test_a_column_that_equals_the_reference_or_the_prompt_is_shown():
+    """Only the columns that these came from are left out."""
+    own = {"question": "easy", "answer": 1, "difficulty": 1, "ok": True, "level": "easy"}
+    row = {"messages": None, "prompt_text": "easy", "columns": own}
+    texts = {piece.name: piece.text for piece in pieces_of(prompt_fields(row))}
+    assert texts["reference"] == 1
+    assert texts["columns"] == "difficulty 1 · ok yes · level easy"
+
+
+def test_a_run_that_is_not_there_is_no_empty_list(store, command):
+    for words in (("ls", "goldn"), ("ls", "goldn", "--size")):
+        code, answer = command(*words, "--store", store)
+        assert code == 5 and "did you mean golden?" in answer["error"]["message"]
 
 
 def test_show_tells_a_policys_steps_and_an_evaluations_interval(store, capsys):

@@ -61,6 +61,18 @@ def test_files_of_an_earlier_push_that_end_alike_are_deleted(made):
     assert deleted == weights[:2]
 
 
+def test_files_that_no_push_made_stay(made):
+    _, versions = made
+    mine = ["vocabulary.json", "eval/results.json", "train.txt", "notes.jinja", "old/model.safetensors", "mine.safetensors", "old/a.arrow"]  # fmt: skip
+    for version in (versions.policy, versions.rollouts):
+        assert deletions(prepare(version), mine) == []
+    assert deletions(prepare(versions.policy), ["cached.arrow"]) == []
+    assert deletions(prepare(versions.rollouts), ["model.safetensors"]) == []
+    adapter = "adapter/adapter_model.safetensors"
+    (deleted,) = deletions(prepare(versions.policy), [adapter])
+    assert deleted.path_in_repo == adapter
+
+
 def test_a_card_names_no_folder(made):
     """Neither of a model outside the store, nor in a setting."""
     _, versions = made
@@ -68,13 +80,21 @@ def test_a_card_names_no_folder(made):
     manifest = version.manifest
     model = manifest.models[0]
     models = [model.model_copy(update={"ref": ref}) for ref in ("/home/me/judge", "them/judge")]
-    settings = {**manifest.config, "template_arguments": {"of": ["/home/me/a b/day", "a/b"]}}
+    texts = ["/no_think Answer yes/no.", "/think", 'Write "/tmp/x/y" here.', "and/or", "~ a/b"]
+    paths = ["/home/me/a b/day", "a/b", "~/data/rows.jsonl", "/data/mine.py:rows"]
+    settings = {
+        **manifest.config,
+        "system": texts[0],
+        "template_arguments": {"of": paths, "texts": texts},
+    }
     version.manifest = manifest.model_copy(update={"models": (*models,), "config": settings})
     text = card(version)
     assert f"| policy, tokenizer | judge | {model.tokenizer} |" in text
     assert f"| policy, tokenizer | them/judge | {model.tokenizer} |" in text
     read = json.loads(re.search(r"```json\n(.*?)\n```", text, re.DOTALL)[1])
-    assert read["template_arguments"] == {"of": ["day", "a/b"]}
+    assert read["system"] == texts[0]
+    named = ["day", "a/b", "rows.jsonl", "mine.py:rows"]
+    assert read["template_arguments"] == {"of": named, "texts": texts}
 
 
 @pytest.mark.parametrize("url", ["hf://me/repo", "s3://datasets/me/repo", "me/repo"])

@@ -38,7 +38,7 @@ def columns_of(paired: Paired, width: int = 180) -> list[Column]:
     shares = dict(_TEXT_SHARES)
     if paired.second is not None:
         columns += [Column(f"{score} A", 10, score), Column(f"{score} B", 10)]
-        columns += [Column("B − A", 10, "gain")]
+        columns += [Column("B − A", 10, "gain")] if "gain" in joined.numbers else []
         half = shares.pop("completion") / 2
         shares |= {"completion A": half, "completion B": half}
     elif score:

@@ -9,7 +9,8 @@ from typer.main import get_command
 
 from quiver.flows.cli.main import app
 from quiver.flows.look.describe import listed
-from quiver.flows.look.paired import find_evaluations
+from quiver.flows.look.paired import find_evaluations, pair
+from quiver.flows.look.view.plain import columns_of, lines_of
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import marks
@@ -233,6 +234,35 @@ def test_a_policy_measured_twice_is_compared_on_the_prompts_of_the_other(store, 
         (("tiny/policy@0", "first"), ["same/evaluations@1", "first/evaluations@1"]),
     ]:
         assert [str(each.ref) for each in find_evaluations(store, *names)] == expected
+
+
+def test_a_policy_measured_twice_is_compared_by_the_score_of_the_other(store, evaluated):
+    """And by rewards that were made alike, although a newer one asked the same."""
+    a = evaluated("first", BEFORE)
+    evaluated("same", BEFORE)
+    sampled = a.manifest.require_input("rollouts").ref
+    paid = store.open(a.manifest.require_input("rewards").ref).table().combine_chunks()
+    plan = {"stage": "override", "inputs": {"rollouts": store.open(sampled)}}
+    edited = write(store, "rewards", paid, "first.eval", **plan)
+    evaluate(store, (store.open(sampled), edited), into="edited")
+    evaluated("other", BEFORE, score="right")
+    taken = find_evaluations(store, "first", "tiny/policy@0")
+    assert [str(each.ref) for each in taken] == ["first/evaluations@1", "same/evaluations@1"]
+    assert compare(store, *taken)["equal"] == 4
+
+
+def test_scores_that_differ_have_no_difference(store, evaluated):
+    evaluated("first", BEFORE)
+    evaluated("same", BEFORE)
+    evaluated("other", BEFORE, score="right")
+    for other, is_one in (("same", True), ("other", False)):
+        paired = pair(store, "first/evaluations@1", f"{other}/evaluations@1")
+        assert ("gain" in paired.first.numbers, "change" in paired.first.numbers) == (is_one,) * 2
+        titles = [column.title for column in columns_of(paired)]
+        assert ("B − A" in titles) == is_one and {"score A", "score B"} <= {*titles}
+        assert [title.endswith(")") for title in paired.titles] == [not is_one] * 2
+        assert len(lines_of(paired, range(7))) == 8
+    assert paired.titles[1].endswith("(by right)")
 
 
 def test_a_diff_pairs_the_samples_of_a_prompt_where_no_id_is_the_same(store, evaluated, capsys):
