@@ -118,7 +118,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         most = pc.max(num_turns).as_py() or 0
         raise ConfigError(
             f"{rollouts.ref} turn {turn}",
-            f"there is none: turns are numbered from 0, and the longest episode has {most}",
+            f"there is none: turns are numbered from 0, and the longest episode has {most}"
+            + (", without those that failed" if len(ended) < len(table) else ""),
             next=f"name turn {most - 1} or an earlier one" if most > 1 else "sample the prompts",
         )
     branches = _Branches(plan, turn)

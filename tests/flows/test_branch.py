@@ -234,6 +234,8 @@ def test_failed_episodes_are_left_out(tmp_path):
     version = branched(store, 1, "cut")
     assert [row["group_id"] for row in version.table().to_pylist()] == ["tiny-g0-0.1"]
     assert version.manifest.status == {"kept": 1, "shorter": 0, "failed": 3}
+    with pytest.raises(ConfigError, match="episode has 3, without those that failed"):
+        branched(store, 3, "cut")
     record(store, policy, turns, [{"limit": 8}], lambda *at: "break", run="broken")
     with pytest.raises(ConfigError, match="all its 2 episodes failed") as refusal:
         branched(store, 1, "cut", "broken/rollouts@1")
