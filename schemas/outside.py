@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 from quiver.schemas.errors import printable
-from quiver.schemas.plain import bad_text, problem_of, read_json
+from quiver.schemas.plain import MOST_LEVELS, bad_text, problem_of, read_json
 
 Message = dict[str, Any]
 """`role` and `content`; `name`, `tool_call_id`, `tool_calls` and `reasoning_content` if given."""
@@ -49,6 +49,8 @@ _REFUSED = {
     "images": "put pictures into the column data.images",
 }
 """Members of a message that are refused, and the advice for each."""
+_MOST_LEVELS_OF_ARGUMENTS = MOST_LEVELS - 4
+"""The JSON in which prompts keep the turns of an episode has four levels around them."""
 _LONGEST_WORD = 64
 _WORD = re.compile(rf"[A-Za-z0-9_.:-]{{1,{_LONGEST_WORD}}}")
 _LONGEST_NAME = 256
@@ -220,7 +222,7 @@ def read_call(given: Any, place: str, key: str = "arguments") -> tuple[str, dict
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{place} is {shape_of(arguments)}, expected a JSON object")
     arguments = dict(arguments)
-    problem = problem_of(arguments, with_texts=False)
+    problem = problem_of(arguments, with_texts=False, levels=_MOST_LEVELS_OF_ARGUMENTS)
     if problem:
         raise ValueError(f"{place} is not plain JSON: {problem}")
     try:

@@ -77,7 +77,9 @@ def is_too_deep(content: Any) -> bool:
     return True
 
 
-def problem_of(content: Any, *, bits: int = 0, with_texts: bool = True) -> str:
+def problem_of(
+    content: Any, *, bits: int = 0, with_texts: bool = True, levels: int = MOST_LEVELS
+) -> str:
     """Describe the first problem in plain Python content, and its place; empty if there is none.
 
     A problem is a text, number or depth that `read_json`, or a consumer of its texts, would refuse.
@@ -87,6 +89,7 @@ def problem_of(content: Any, *, bits: int = 0, with_texts: bool = True) -> str:
         bits: most bits of a whole number, including its sign. 0: at most `MOST_DIGITS` digits.
         with_texts: if true, texts are checked. JSON can escape the characters that they may not
             hold.
+        levels: most levels of nesting.
     """
     waiting = [("", content, 0)]
     while waiting:
@@ -105,8 +108,8 @@ def problem_of(content: Any, *, bits: int = 0, with_texts: bool = True) -> str:
             problem = f"is a number of more than {MOST_DIGITS} digits"
         elif isinstance(node, float) and not math.isfinite(node):
             problem = "is not a finite number"
-        if level >= MOST_LEVELS and isinstance(node, dict | list | tuple):
-            problem = f"is nested more than {MOST_LEVELS} levels deep"
+        if level >= levels and isinstance(node, dict | list | tuple):
+            problem = f"is nested more than {levels} levels deep"
         if problem:
             return f"{printable(path, _MOST_OF_PATH) or 'it'} {problem}"
         waiting += [(f"{path}.{key}".strip("."), child, level + 1) for key, child in children]

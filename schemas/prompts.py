@@ -98,8 +98,8 @@ SCHEMAS = fields.by_name(SCHEMA, BEYOND_TEXT)
 def check(table: pa.Table) -> pa.Schema:
     """Return the schema of `table`.
 
-    Raises SchemaError unless group ids are unique and prompts are not empty and hold no negative
-    id.
+    Raises SchemaError unless group ids are unique and prompts hold no negative id. Empty prompts
+    are refused by the stages that read them.
     """
     schema = BEYOND_TEXT if "tools" in table.column_names else SCHEMA
     fields.compare(table, schema, unique="group_id")

@@ -75,6 +75,7 @@ END_REASONS = (
     "max_turns",
     "max_tokens",
     "context",
+    "max_observation_tokens",
     "max_tool_calls",
     "max_images",
     "max_audio",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from typing import Any
 
 from quiver.schemas.errors import ConfigError
@@ -90,6 +90,10 @@ def request_maker(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable
     named = {name: rendering[name] for name in MediaLimits.model_fields if name in rendering}
     limits = parse(MediaLimits, named, f"{prompts.ref} config")
     most_seconds = processor.most_seconds if processor else math.inf
+    # Other ids of sampling.stop_token_ids end a turn as stop strings do: within its text.
+    end_ids: list[int] = []
+    with suppress(ConfigError):  # the model names no end token
+        end_ids = checkpoints.end_token_ids(setup.policy)
     with (
         EnvironmentPool(turns) as pool,
         Template(source, variables, rendering["template_seconds"]) as template,
@@ -101,7 +105,7 @@ def request_maker(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable
         bridge = Bridge(
             template,
             guard,
-            end_token=guard.decode([setup.stop_ids[0]]) if setup.stop_ids else "",
+            end_token=guard.decode(end_ids[:1]),
             tool_role=turns.tool_role,
             tools=pool.loaded.tools,
             processor=processor,
@@ -120,7 +124,7 @@ def request_maker(plan: Plan, writer: Writer, setup: Setup) -> Iterator[Callable
             bridge=bridge,
             parse=parse_turn,
             decode=Texts.of(setup.policy, setup.stop_ids).decode,
-            stop_ids=frozenset(setup.stop_ids),
+            stop_ids=frozenset({*end_ids, bridge.end_id} - {None}),
             max_turn_tokens=setup.sampling.max_tokens,
             context=setup.max_model_len,
             answers=pool.loaded.answers,

@@ -109,7 +109,7 @@ class Shards:
         if "turns" in table.column_names:
             metrics |= measure(table)
             if metrics["failed"]:
-                why = printable(first_failure(table))
+                why = printable(first_failure(table) or "unknown")
                 log.warning("%d of %d episodes failed; %s", metrics["failed"], len(table), why)
         reasons = Counter(table["finish_reason"].to_pylist())
         return metrics, dict(sorted(reasons.items()))

@@ -39,9 +39,10 @@ from quiver.stages.turns.saved import (
     text_before_calls,
     turns_answered,
 )
+from quiver.stages.turns.statistics import FAILURES
 
 STAGE_VERSION = 1
-_OF_ROLLOUTS = ["rollout_id", "group_id", "prompt_ids", "completion_ids", "turns"]
+_OF_ROLLOUTS = ["rollout_id", "group_id", "prompt_ids", "completion_ids", "turns", "end_reason"]
 _CARRIED = ("turns", "template_arguments", "template_seconds", *MediaLimits.model_fields)
 """Fields of the prompts' config: later turns must be rendered like the first ones."""
 _TOLD = ("assistant_starts", "assistant_end", "chat_template")
@@ -54,7 +55,7 @@ class Config(MediaLimits):
     """Config of branch: the turn at which saved episodes are cut."""
 
     turn: int = Field(ge=1)
-    """The turn to sample again, from 0. Shorter episodes are left out and counted."""
+    """The turn to sample again, from 0. Shorter and failed episodes are left out and counted."""
     turns: dict[str, Any] | None = None
     """Filled in by the stage, like the next two fields: the environment that the prompts were
     rendered for."""
@@ -102,13 +103,23 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     observed = [name for name in prompts_kind.MEDIA.values() if name in saved_columns]
     columns = [*_OF_ROLLOUTS, *observed]
     table = rollouts.table(columns)
-    num_turns = pc.list_value_length(table["turns"])
-    longer = table.filter(pc.greater(num_turns, turn))
+    # the rewards of failed episodes are unknown, so the environment could not repeat them
+    failed = pc.is_in(table["end_reason"], value_set=pa.array(FAILURES))
+    ended = table.filter(pc.invert(failed))
+    num_turns = pc.list_value_length(ended["turns"])
+    longer = ended.filter(pc.greater(num_turns, turn))
+    if len(table) and not len(ended):
+        raise ConfigError(
+            str(rollouts.ref),
+            f"all its {len(table)} episodes failed, so none can go on",
+            next=f"quiver show {rollouts.ref}",
+        )
     if not len(longer):
         most = pc.max(num_turns).as_py() or 0
         raise ConfigError(
             f"{rollouts.ref} turn {turn}",
-            f"there is none: turns are numbered from 0, and the longest episode has {most}",
+            f"there is none: turns are numbered from 0, and the longest episode has {most}"
+            + (", without those that failed" if len(ended) < len(table) else ""),
             next=f"name turn {most - 1} or an earlier one" if most > 1 else "sample the prompts",
         )
     branches = _Branches(plan, turn)
@@ -123,7 +134,11 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             "source_rows": len(table),
             **{name: saved[name] for name in _TOLD if name in saved},
         },
-        status={"kept": len(longer), "shorter": len(table) - len(longer)},
+        status={
+            "kept": len(longer),
+            "shorter": len(ended) - len(longer),
+            "failed": len(table) - len(ended),
+        },
     )
 
 

@@ -110,7 +110,8 @@ class Bridge:
                 "the policy's chat template does not write the turns of an assistant",
                 next="set prompt.template to one that does",
             )
-        self._writes_end = guard.first_control(self._plain_end) is not None
+        self.end_id = guard.first_control(self._plain_end)
+        """The id with which the template ends a turn; None if it writes no such id."""
         self._needs_calls: dict[str, bool] = {}
         """Role → True if such a message must follow a turn with calls."""
         self._is_written: dict[str, bool] = {}
@@ -147,7 +148,7 @@ class Bridge:
         """
         # If the template writes no end, put one first while encoding: a tokenizer may treat the
         # first word of a text differently.
-        lead = "" if self._writes_end else self._end_token
+        lead = self._end_token if self.end_id is None else ""
         rendering = self._encode(name, messages, self._behind_turn, lead, is_whole=False)
         ids = rendering.ids[1:] if has_end or lead else rendering.ids
         return Rendering(rendering.text.removeprefix(lead), ids)

@@ -26,6 +26,7 @@ import inspect
 import io
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any, NamedTuple, Protocol
@@ -34,6 +35,7 @@ from quiver.schemas import outside
 from quiver.schemas.errors import printable
 from quiver.schemas.manifest import canonical
 from quiver.schemas.outside import MEDIA, Message
+from quiver.schemas.plain import problem_of
 from quiver.stages.core.run.answering import no_copies
 from quiver.stages.model.media import WORDS
 from quiver.stages.turns.tool_schemas import ToolSchema, run_tool
@@ -164,7 +166,10 @@ def read_step(returned: Any) -> Step:
         raise ValueError(f"text of the step is {type(text).__name__}, expected text")
     info = returned.info
     if info is not None:
-        info = json.loads(_as_json(info))
+        text_of_info = _as_json(info)
+        if isinstance(info, Mapping) and len(text_of_info) > _MOST_INFO:
+            text_of_info = json.dumps({"cut": text_of_info[:_MOST_INFO]})
+        info = json.loads(text_of_info)
         if not isinstance(info, dict):
             raise ValueError(f"info of the step is {type(returned.info).__name__}, not a mapping")
         ours = next((name for name in info if name.startswith(_OURS)), None)
@@ -172,6 +177,9 @@ def read_step(returned: Any) -> Step:
             raise ValueError(
                 f"info of the step has {printable(ours)}: names that begin with {_OURS} are taken"
             )
+        problem = problem_of(info, with_texts=False)
+        if problem:  # it could not be read again
+            raise ValueError(f"info of the step: {problem}")
     messages = None if returned.messages is None else read_messages(returned.messages)
     if any(message["role"] == "assistant" for message in messages or ()):
         raise ValueError(
@@ -232,11 +240,11 @@ def _read_parts(parts: list[Any]) -> tuple[str, dict[str, list[Any]]]:
     texts: list[str] = []
     media: dict[str, list[Any]] = {}
     for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind == "text" and isinstance(part.get("text"), str):
+        modality = _modality_of(part)
+        if modality is not None and not texts:
+            media.setdefault(modality, []).append(part[modality])
+        elif _is_text(part) and isinstance(part.get("text"), str):
             texts.append(part["text"])
-        elif kind in MEDIA and part.get(kind) is not None and not texts:
-            media.setdefault(kind, []).append(part[kind])
         else:
             raise ValueError(
                 f"a part of a message is {printable(repr(part), 80)}, expected pictures "
@@ -244,6 +252,17 @@ def _read_parts(parts: list[Any]) -> tuple[str, dict[str, list[Any]]]:
                 '{"type": "text", "text": …}'
             )
     return "".join(texts), media
+
+
+def _modality_of(part: Any) -> str | None:
+    """Return the modality of a part of a message that holds a file; None for anything else."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    is_file = isinstance(kind, str) and kind in MEDIA and part.get(kind) is not None
+    return kind if is_file else None
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text"
 
 
 def _as_members(media: Mapping[str, Any]) -> Message:
@@ -402,17 +421,21 @@ def cleaned(member: Any) -> Any:
 
 
 def _as_json(returned: Any) -> str:
-    """Return JSON; other types become text, and a mapping that is too long becomes {"cut": …}."""
+    """Return JSON; see `_said` for other types than its own."""
     text = json.dumps(returned, ensure_ascii=False, default=_said)
     if _NO_JSON.search(text):
         text = json.dumps(json.loads(text, parse_constant=str), ensure_ascii=False)
-    if isinstance(returned, Mapping) and len(text) > _MOST_INFO:
-        return json.dumps({"cut": text[:_MOST_INFO]}, ensure_ascii=False)
     return text
 
 
-def _said(member: Any) -> str:
-    """Return the text of an object that JSON cannot hold. Raises TypeError if it has none."""
+def _said(member: Any) -> Any:
+    """Return the numbers of arrays and tensors, a set as a sorted list, and else the text of an
+    object that JSON cannot hold. Raises TypeError if it has none."""
+    if isinstance(member, set | frozenset):  # its own order differs from process to process
+        return sorted(member, key=_as_json)
+    numbers = member.tolist() if hasattr(member, "tolist") else None
+    if isinstance(numbers, bool | int | float | list):
+        return numbers
     text = str(member)
     if " at 0x" in text:  # an address changes from run to run and says nothing
         raise TypeError(f"a {type(member).__name__} is not text, and cannot be written as JSON")
@@ -459,10 +482,10 @@ def read_answer(returned: Any) -> Message:
     text."""
     listed = list(returned) if isinstance(returned, list | tuple) else [returned]
     parts = [_as_part(part) for part in listed]
-    if not any(isinstance(part, Mapping) and part.get("type") in MEDIA for part in parts):
+    if not any(map(_modality_of, parts)):
         return {"content": read_text(returned)}
     parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-    parts.sort(key=lambda part: isinstance(part, Mapping) and part.get("type") == "text")
+    parts.sort(key=_is_text)
     content, media = _read_parts(parts)
     return {"content": clean(content), **_as_members(media)}
 
@@ -486,6 +509,16 @@ def _as_part(thing: Any) -> Any:
     return {"type": modality, modality: thing}
 
 
+class _Runners(threading.local):
+    """An event loop of each thread, for all its calls: what a user's code opens belongs to it."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+
+
+_runners = _Runners()
+
+
 def waited(returned: Any) -> Any:
     """Return the result of an awaitable; return any other value unchanged."""
     if not inspect.isawaitable(returned):
@@ -494,4 +527,4 @@ def waited(returned: Any) -> Any:
     async def wait() -> Any:
         return await returned
 
-    return asyncio.run(wait())
+    return _runners.runner.run(wait())

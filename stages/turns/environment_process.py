@@ -9,17 +9,18 @@
     {"key": …, "verb": "finish"}    → {"step": {"reward": …}, "error": null}    also closes it
 
 `error` is what the environment raised. Each environment has its own random state, of Python and of
-numpy if loaded, which begins with its seed. So an episode can be replayed in another process.
+numpy, which begins with its seed. So an episode can be replayed in another process.
 """
 
 from __future__ import annotations
 
 import pickle
 import random
-import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from quiver.schemas.errors import printable
 from quiver.stages.core.run.answering import no_copies
@@ -70,8 +71,7 @@ class Answerer:
     def open(self, key: int, row: bytes, seed: int) -> dict[str, Any]:
         """Make an environment and reset it for its row."""
         random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+        np.random.seed(seed % 2**32)
         environment = self._environments[key] = self._factory.make()
         messages = environment.reset(pickle.loads(row), seed)
         return {"step": {"messages": messages}}
@@ -93,13 +93,10 @@ class Answerer:
         if key in self._random_states:
             state, numpy_state = self._random_states[key]
             random.setstate(state)
-            if numpy_state is not None:
-                sys.modules["numpy"].random.set_state(numpy_state)
+            np.random.set_state(numpy_state)
         yield
-        numpy_random = sys.modules["numpy"].random if "numpy" in sys.modules else None
-        numpy_state = numpy_random.get_state() if numpy_random is not None else None
         if key in self._environments:
-            self._random_states[key] = (random.getstate(), numpy_state)
+            self._random_states[key] = (random.getstate(), np.random.get_state())
         else:
             self._random_states.pop(key, None)
 

@@ -67,7 +67,7 @@ class Setting:
     decode: Callable[[list[int]], str]
     """Decodes a turn's ids into the text that the policy wrote."""
     stop_ids: frozenset[int]
-    """Ids that end a turn."""
+    """Ids with which the model or its template ends a turn."""
     max_turn_tokens: int
     """Maximum sampled ids of one turn."""
     context: int
@@ -207,7 +207,8 @@ class Episode:
         if parsed.calls:
             record.tool_calls = json.dumps([call._asdict() for call in parsed.calls])
         record.parse_error = parsed.error
-        self._messages = [*self._messages, turn_message(parsed, setting.bridge.gap)]
+        said = ParsedTurn(text) if parsed.error else parsed  # a call that is not made stays text
+        self._messages = [*self._messages, turn_message(said, setting.bridge.gap)]
         if finish_reason == "abort":
             self.failed("environment_error", _UNTOLD)
         elif finish_reason == "length":
@@ -374,7 +375,7 @@ class Episode:
             self.failed("timeout", _LATE.format(late_key, getattr(limits, late_key)))
             return None
         if fitting is None:
-            self._end("context")
+            self._end("max_observation_tokens")
         return fitting
 
     def _note(self, messages: list[Message]) -> None:

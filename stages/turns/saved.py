@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.model import checkpoints
 from quiver.stages.turns.bridge import answers_of_calls, cut_by, turn_message
 from quiver.stages.turns.environment import Message, Row, Step, Turn, environment_seed, for_people
-from quiver.stages.turns.statistics import CUT_INFO
+from quiver.stages.turns.statistics import CUT_INFO, read_info
 from quiver.stages.turns.tool_calls import RESPONSE_TEMPLATE, Call, Parse, ParsedTurn, make_parser
 
 _NOT_ASKED = ("answered", "max_tool_calls")
@@ -116,10 +115,7 @@ def text_of(step: Step, cut: int) -> str:
 
 def cut_of(turn: Mapping[str, Any]) -> int:
     """Return how many characters of a saved turn's observation were cut."""
-    info = None
-    with suppress(ValueError):  # a user's own info may be nested too deeply
-        info = read_json(turn["info"] or "null")
-    cut = info.get(CUT_INFO) if isinstance(info, dict) else None
+    cut = read_info(turn).get(CUT_INFO)
     return cut if isinstance(cut, int) else 0
 
 

@@ -6,11 +6,10 @@ Each OpenEnv episode is reset and stepped under its own id:
     POST URL/step   {"action": {"message": "…"}, "episode_id": "…"}
                     → {"observation": {…}, "reward": 0.5, "done": false}
 
-The action has the turn's text under `action_key` (set in `arguments`; default: "message"). If the
-turn has exactly one call, the action is the call's arguments instead. The policy reads the member
-`text_key` of the observation. Without `text_key` it reads the only member if that is a text, else
-the whole observation as JSON. The server must keep episodes apart by their id; a server that makes
-a new environment for each request cannot be used.
+The action has the turn's text under `action_key` (set in `arguments`; default: "message"). The
+policy reads the member `text_key` of the observation, which each must have. Without `text_key` it
+reads the only member if that is a text, else the whole observation as JSON. The server must keep
+episodes apart by their id; a server that makes a new environment for each request cannot be used.
 
 Of an MCP server (`tools = ["mcp:python my_server.py"]`) each process starts one for all its
 environments, so a tool's answer must depend on its arguments alone. Needs the package mcp.
@@ -68,10 +67,7 @@ class OpenEnvironment:
 
     def step(self, turn: Turn) -> Step:
         """Send one action and return the server's answer."""
-        action: dict[str, Any] = {self._action_key: turn.text}
-        if len(turn.calls) == 1:
-            action = turn.calls[0].arguments
-        answer = self._ask("step", {"action": action})
+        answer = self._ask("step", {"action": {self._action_key: turn.text}})
         done = answer.get("done") is True
         info = answer.get("metadata") or None
         return read_step(
@@ -110,7 +106,13 @@ class OpenEnvironment:
         members = {name: member for name, member in observation.items() if name not in _BESIDE}
         shown: Any = members
         if self._text_key is not None:
-            shown = members.get(self._text_key)
+            if self._text_key not in members:
+                raise RuntimeError(
+                    f"/{verb}: its observation has no {printable(self._text_key)}, it has "
+                    f"{printable(', '.join(members)) or 'no members'}; correct text_key in "
+                    "generate.turns.arguments"
+                )
+            shown = members[self._text_key]
         elif len(members) == 1 and isinstance(next(iter(members.values())), str):
             (shown,) = members.values()
         return {**answer, "text": read_text(shown)}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,15 @@ FAILURE_INFO = "quiver_failure"
 """Key in a turn's info: why the environment did not answer it."""
 CUT_INFO = "quiver_cut_characters"
 """Key in a turn's info: how many characters of the observation were cut."""
-LIMITS = ("max_turns", "max_tokens", "context", "max_tool_calls", "max_images", "max_audio")
+LIMITS = (
+    "max_turns",
+    "max_tokens",
+    "context",
+    "max_observation_tokens",
+    "max_tool_calls",
+    "max_images",
+    "max_audio",
+)
 """End reasons of episodes that a limit ended."""
 COUNTS = ("turns", "tool_calls", "parse_errors", "observation_tokens")
 """Quantities counted for each episode."""
@@ -34,8 +44,16 @@ def first_failure(rollouts: pa.Table) -> str | None:
     """Return why the first failed episode of rollouts/2 failed, or None if unknown."""
     failed = pc.is_in(rollouts["end_reason"], value_set=pa.array(FAILURES))
     for turns in rollouts["turns"].filter(failed).slice(0, 1).to_pylist():
-        return (read_json(turns[-1]["info"] or "null") or {}).get(FAILURE_INFO)
+        return read_info(turns[-1]).get(FAILURE_INFO)
     return None
+
+
+def read_info(turn: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `info` of a saved turn; {} if there is none, or none that can be read."""
+    info = None
+    with suppress(ValueError):  # a user's own may be nested too deeply
+        info = read_json(turn["info"] or "null")
+    return info if isinstance(info, dict) else {}
 
 
 def way_to_end(rollouts: Manifest, longest: int | None = None) -> str:

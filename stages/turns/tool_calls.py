@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from quiver.schemas import outside
 from quiver.schemas.errors import ConfigError, did_you_mean, printable
+from quiver.schemas.outside import shape_of
 from quiver.schemas.plain import no_key_twice
 from quiver.stages.core import plugins
 from quiver.stages.turns.environment import Call
@@ -224,10 +225,12 @@ def parse_by(text: str, *, function: Callable[[str], Any]) -> ParsedTurn:
     """
     try:
         returned = function(text)
-        if isinstance(returned, ParsedTurn):
-            return returned
-        calls = tuple(_read_call(members, "arguments") for members in returned or ())
-        return ParsedTurn(text, calls)
+        parsed = returned if isinstance(returned, ParsedTurn) else ParsedTurn(text, returned or ())
+        for name, member in (("text", parsed.text), ("error", parsed.error or "")):
+            if not isinstance(member, str):
+                raise ValueError(f"the {name} of the turn is {shape_of(member)}, expected text")
+        calls = (call._asdict() if isinstance(call, Call) else call for call in parsed.calls)
+        return parsed._replace(calls=tuple(_read_call(call, "arguments") for call in calls))
     except Exception as error:  # a user's code
         return ParsedTurn(text, (), _shown(error), isinstance(error, EOFError))
 

@@ -39,6 +39,7 @@ _VALUES = frozenset({"const", "default", "enum", "examples", "required"})
 """Members of a JSON schema that contain values, not schemas."""
 NOT_TOOLS = frozenset({"reset", "get_reward", "close"})
 """Public methods of an environment that are not tools."""
+_WRAPPED_METHODS = (classmethod, functools.partialmethod, functools.singledispatchmethod)
 _CHOICES = re.compile(r"\(choices:\s*(\[.*\])\s*\)\s*$", re.IGNORECASE | re.DOTALL)
 
 
@@ -222,5 +223,11 @@ def tool_methods(environment: object) -> dict[str, Callable[..., Any]]:
         name: getattr(environment, name)
         for name in names
         if name not in NOT_TOOLS
-        and inspect.isroutine(inspect.getattr_static(type(environment), name, None))
+        and _is_method(inspect.getattr_static(type(environment), name, None))
     }
+
+
+def _is_method(member: Any) -> bool:
+    """Return True for what a class's body holds as a method; to inspect, a cached property looks
+    like one."""
+    return inspect.isroutine(member) and (callable(member) or isinstance(member, _WRAPPED_METHODS))

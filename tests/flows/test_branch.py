@@ -11,7 +11,7 @@ import torch
 
 from quiver.flows.verification import verify
 from quiver.schemas import prompts as prompts_kind
-from quiver.schemas.errors import SchemaError
+from quiver.schemas.errors import ConfigError, SchemaError
 from quiver.stages.core.store import Store, Version
 from quiver.stages.model.loading import load_model
 from quiver.stages.turns.config import Turns
@@ -81,7 +81,11 @@ def test_the_ids_are_those_that_were_read_before_the_turn(saved):
         assert all(row["columns"]["limit"] == 8 for row in rows)
         inputs = version.manifest.inputs
         assert [entry.ref for entry in inputs] == ["tiny/rollouts@1", "tiny/prompts@1"]
-        assert version.manifest.status == {"kept": len(longer), "shorter": 10 - len(longer)}
+        assert version.manifest.status == {
+            "kept": len(longer),
+            "shorter": 10 - len(longer),
+            "failed": 0,
+        }
     assert verify(store)[1] == []
 
 
@@ -215,6 +219,28 @@ def with_counts(sequences):
     for sequence, places in sequences:
         yield sequence, places, before
         before += len(places)
+
+
+def test_failed_episodes_are_left_out(tmp_path):
+    """Their rewards are unknown, so no environment could repeat them."""
+    store = Store(tmp_path / "store")
+    turns = Turns(environment=write_guess(tmp_path), max_turns=3, processes=1)
+
+    def say(group: str, sample: int, turn: int) -> str:
+        return "break" if turn == 2 and (sample == 1 or group == "g1") else "9"
+
+    policy = make_policy(store)
+    made = record(store, policy, turns, [{"limit": 8}] * 2, say)
+    version = branched(store, 1, "cut")
+    assert [row["group_id"] for row in version.table().to_pylist()] == ["tiny-g0-0.1"]
+    assert version.manifest.status == {"kept": 1, "shorter": 0, "failed": 3}
+    with pytest.raises(ConfigError, match="episode has 3, without those that failed"):
+        branched(store, 3, "cut")
+    record(store, policy, turns, [{"limit": 8}], lambda *at: "break", run="broken")
+    with pytest.raises(ConfigError, match="all its 2 episodes failed") as refusal:
+        branched(store, 1, "cut", "broken/rollouts@1")
+    assert refusal.value.next == "quiver show broken/rollouts@1"
+    assert len(made.rollouts.table()) == 4
 
 
 def test_a_turn_that_no_episode_has_is_refused(saved, branch):

@@ -14,7 +14,7 @@ from quiver.flows.look.pages import views
 from quiver.flows.look.troubles import warnings
 from quiver.flows.look.view.details import sections_of
 from quiver.stages.core.store import Store
-from quiver.stages.turns.statistics import measure
+from quiver.stages.turns.statistics import first_failure, measure
 from tests import episodes
 from tests.episodes import row, turn
 from tests.flows.test_pages_text import printed
@@ -291,6 +291,13 @@ def test_the_report_shows_turns_and_how_episodes_went(store):
         assert report.render(store, *pair_of_runs).count('id="episodes"') == 1
 
 
+@pytest.mark.parametrize("info", ["[" * 101 + "]" * 101, '{"f": 1' + "0" * 310 + "}", "[7]"])
+def test_a_failure_whose_info_can_not_be_read_is_unknown(info):
+    turns = [episodes.turn(1, info=info)]
+    table = episodes.table_of([episodes.row("a-0", turns, end_reason="environment_error")])
+    assert first_failure(table) is None
+
+
 FAILED = "of the episodes failed"
 LIMITED = "100% of the episodes ended by a limit, most by"
 
@@ -329,6 +336,10 @@ LIMITED = "100% of the episodes ended by a limit, most by"
         (
             {"context": 100}, {}, {"max_model_len": None},
             f"{LIMITED} context: lower generate.turns.max_observation_tokens.",
+        ),
+        (
+            {"max_observation_tokens": 100}, {}, {"max_model_len": None},
+            f"{LIMITED} max_observation_tokens: raise generate.turns.max_observation_tokens.",
         ),
         (
             {"answered": 100}, {"parse_error_share": 0.25}, {},

@@ -19,6 +19,9 @@ from quiver.schemas.outside import (
     read_tool_call,
 )
 from quiver.schemas.plain import problem_of, read_json
+from quiver.schemas.prompts import PLAYED_TURNS
+from quiver.stages.turns.environment import Call, Turn
+from quiver.stages.turns.saved import Played, as_json, beginning_of
 from tests.test_architecture import FILES, NAMES, imported
 
 DAY = datetime.date(2020, 1, 2)
@@ -161,13 +164,23 @@ def test_other_calls_are_refused(given, why):
 
 
 @pytest.mark.parametrize("number", [10**300 - 1, 1 - 10**300])
-@pytest.mark.parametrize("levels", [1, 99, 100])
+@pytest.mark.parametrize("levels", [1, 95, 96])
 def test_a_call_that_a_policy_may_write_can_be_read_again(number, levels):
-    """Arguments are an object: one level of 100."""
+    """Arguments are an object: one level of 96."""
     text = '{"a": ' + "[" * (levels - 1) + str(number) + "]" * (levels - 1) + "}"
     name, arguments = read_call({"name": "f", "arguments": text}, "the call")
     saved = {"name": name, "arguments": read_json(json.dumps(arguments))}
     assert read_tool_call(saved, "the call")["function"] == saved
+    turn = Turn("", (Call(name, arguments),))
+    column = as_json([Played(turn, "", 0, None)])
+    assert beginning_of("g", {PLAYED_TURNS: column}).turns[0].turn == turn
+
+
+def test_a_call_that_could_not_be_read_again_is_refused():
+    text = '{"a": ' + "[" * 96 + "]" * 96 + "}"
+    for read in (read_call, read_tool_call):
+        with pytest.raises(ValueError, match="is nested more than 96 levels deep"):
+            read({"name": "f", "arguments": text}, "the call")
 
 
 @pytest.mark.parametrize("leaf", ["", "1"])

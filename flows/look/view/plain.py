@@ -12,10 +12,12 @@ import pyarrow as pa
 from quiver.flows.look.paired import Paired
 from quiver.flows.look.words import aligned, cell, number
 from quiver.schemas.errors import printable
+from quiver.schemas.rollouts import END_REASONS
 
 _GAP = 2
 """Blanks between columns."""
 _NARROWEST = 12
+_LONGEST_END = max(map(len, END_REASONS))
 _TEXT_SHARES = {"prompt": 0.3, "reference": 0.12, "completion": 0.58}
 """Shares of the text columns in what the numbers leave."""
 
@@ -45,7 +47,7 @@ def columns_of(paired: Paired, width: int = 180) -> list[Column]:
         columns.append(Column(score, 10, score))
     columns.append(Column("tokens", 6, "tokens"))
     if joined.has_turns:
-        columns += [Column("turns", 6, "turns"), Column("end_reason", 17)]
+        columns += [Column("turns", 6, "turns"), Column("end_reason", _LONGEST_END)]
     else:
         columns.append(Column("end", 6))
     if "advantages" in joined.shards:

@@ -163,6 +163,7 @@ def rendered(chat: list[dict], *, generation: bool) -> list[int]:
 # -- engines
 
 NO_GUESS = np.array([5, EOS], np.int32)
+DOTTED = tokenizer().encode("seven.", add_special_tokens=False)[-2:]
 
 
 class Watching(Honest):
@@ -174,6 +175,13 @@ class Watching(Honest):
     def answers(self, request):
         self.asked[request.index, request.turn] = (request.seed, request.max_tokens)
         yield good(request.index, completion_ids=NO_GUESS)
+
+
+class Dotting(Honest):
+    """Ends each turn with a full stop, which is none of the model's ends."""
+
+    def answers(self, request):
+        yield good(request.index, completion_ids=np.array(DOTTED, np.int32), stop_reason=".")
 
 
 class Ordered(Honest):

@@ -141,6 +141,18 @@ def test_each_turn_has_a_seed_of_its_own(store, policy, names):
     assert len({seed for seed, _ in asked.values()}) == 12 * 4
 
 
+def test_an_id_that_stops_a_turn_within_its_text_does_not_stand_for_the_templates_end(
+    store, policy, names
+):
+    """As a stop string does not. The text that the policy wrote is decoded without it."""
+    sampling = {"max_tokens": 8, "stop_token_ids": guessing.DOTTED[-1:]}
+    given = {"engine": f"{MAKING}:Dotting", "options": {}, "sampling": sampling}
+    first = rows_of(run(store, policy, names, **given))[0]["turns"][0]
+    seen = tokenizer().decode(first["observation_ids"])
+    hint = first["observation"]
+    assert seen == f"<|im_end|>\n<|im_start|>user\n{hint}<|im_end|>\n<|im_start|>assistant\n"
+
+
 @pytest.mark.parametrize(
     ("broken", "why"),
     [

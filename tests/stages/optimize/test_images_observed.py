@@ -61,7 +61,7 @@ ROWS = [
     {"prompt": "three", "images": [], "first": 9},
 ]
 # what ends a turn stands in most texts of random weights
-SAMPLING = {"max_tokens": 6, "temperature": 0.9, "stop_token_ids": [*range(100, 300)]}
+SAMPLING = {"max_tokens": 6, "temperature": 0.9, "stop_token_ids": [*range(150, 300)]}
 
 
 def episodes_of(folder, kind="idefics3", game=GAME, rows=ROWS, **turns):
@@ -228,7 +228,7 @@ def test_vllm_is_shown_them_too(tmp_path):
     [
         ("", "", {"max_images": 0}, "environment_error", "set generate.turns.max_images"),
         ("", "", {"max_images": 2}, "max_images", None),
-        ("", "", {"max_observation_tokens": 20}, "context", None),
+        ("", "", {"max_observation_tokens": 20}, "max_observation_tokens", None),
         (
             "images = [self.picture() for _ in range(self.count % 3)]",
             "images = [self.picture(), b'no picture']",

@@ -17,7 +17,6 @@ from quiver.stages.turns.pool import EnvironmentPool, Reply, _Answer
 
 ENVIRONMENT = '''
 import os, random, time
-import numpy as np
 from quiver.stages.turns.environment import Step
 
 class Game:
@@ -48,6 +47,7 @@ class Game:
         if word == "print":
             print("seen in the log")
         self.total += int(number or 0)
+        import numpy as np  # only here, after the environment has begun
         drawn = f"{random.randrange(10**6)} {np.random.randint(10**6)}"
         return Step(text=f"{self.total} {drawn}", reward=self.total / 2, info={"pid": os.getpid()})
 

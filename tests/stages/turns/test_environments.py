@@ -3,6 +3,7 @@ MCP and OpenEnv."""
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import io
 import json
@@ -127,6 +128,11 @@ def test_a_class_with_a_step_answers_with_steps_mappings_or_text(tmp_path):
     assert environment.finish() is None
 
 
+def nested(levels: int) -> list:
+    """Lists in lists."""
+    return json.loads("[" * levels + "]" * levels)
+
+
 TOOL = {"role": "tool", "name": "add", "content": "1"}
 HISTORY = [
     {"role": "user", "content": "2 + 5?"},
@@ -170,6 +176,8 @@ def test_a_reset_may_give_history_and_a_step_messages_before_its_text():
         ({"messages": HISTORY[1:]}, "a message of the role assistant, which only the policy"),
         ({"info": [1]}, "not a mapping"),
         ({"info": {"quiver_failure": "none"}}, "quiver_failure: names that begin with"),
+        ({"info": {"f": 10**350}}, "info of the step: f is a number of more than 300 digits"),
+        ({"info": {"f": nested(100)}}, "info of the step: .* is nested more than 100 levels deep"),
         ({"done": "False"}, "done of the step is 'False', expected True or False"),
     ],
 )
@@ -198,6 +206,52 @@ def test_plain_functions_are_tools_async_ones_too(tmp_path):
     assert json.loads(content) == [{"title": "elk"}] * 2
     with pytest.raises(ConfigError, match="two tools with the name search"):
         open_source("", sources, {})
+
+
+def test_what_an_async_tool_opened_is_open_in_its_next_call():
+    """A client belongs to the event loop of its first call."""
+    clients: list[asyncio.Task] = []
+
+    async def search() -> str:
+        if not clients:
+            clients.append(asyncio.create_task(asyncio.sleep(600)))
+        await asyncio.wait(clients, timeout=0.001)
+        return "cancelled" if clients[0].cancelled() else "open"
+
+    contents = [call_tool({"search": search}, Call("search", {}))["content"] for _ in range(3)]
+    assert contents == ["open"] * 3
+
+
+def results_of(returned: object) -> str:
+    """What the policy reads of a tool's result."""
+    return call_tool({"look": lambda: returned}, Call("look", {}))["content"]
+
+
+def test_a_long_mapping_is_whole_and_only_info_is_cut():
+    """What a policy reads has a limit of its own, max_observation_tokens."""
+    page = {"results": ["word " * 20] * 200}
+    assert json.loads(results_of(page)) == page
+    assert json.loads(results_of([page])) == [page]
+    info = read_step({"text": "a", "info": page}).info
+    assert [*info] == ["cut"] and len(info["cut"]) == 10_000
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ({"type": ["string", "null"], "a": 1}, {"type": ["string", "null"], "a": 1}),
+        ([{"type": "image", "url": "a.png"}], [{"type": "image", "url": "a.png"}]),
+        (np.int64(3), 3),
+        ({"n": np.float32(0.5), "is": np.True_}, {"n": 0.5, "is": True}),
+        ({"k": np.arange(3), "t": torch.tensor([0.5])}, {"k": [0, 1, 2], "t": [0.5]}),
+        (np.array([1.0, np.nan]), [1.0, "NaN"]),
+        ({"elk", "owl", "ant", "bee"}, ["ant", "bee", "elk", "owl"]),
+        ({"a": frozenset({(2, 1), (1, 2)})}, {"a": [[1, 2], [2, 1]]}),
+    ],
+)
+def test_a_result_is_read_as_what_it_says(returned, expected):
+    """Numbers are numbers, and the order of a set is the same in each process."""
+    assert json.loads(results_of(returned)) == expected
 
 
 def test_what_has_no_text_of_its_own_is_an_error_of_the_tool():
@@ -335,7 +389,7 @@ class OpenEnvServer(BaseHTTPRequestHandler):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/env/reset":
             self.episodes[request["episode_id"]] = request
-            answer = {"observation": {"prompt": f"seed {request['seed']}"}}
+            answer = {"observation": {"echo": f"seed {request['seed']}"}}
         else:
             wanted = self.episodes[request["episode_id"]]["answer"]
             if request["action"] == {"message": "crash"}:
@@ -370,12 +424,17 @@ def test_episodes_on_a_server_that_speaks_openenv(openenv_url):
     step = first.step(Turn("owl"))
     assert json.loads(step.text) == {"echo": "owl", "left": 2}
     assert step.reward == 0.5 and not step.done
-    assert second.step(Turn("", (Call("act", {"message": "owl"}),))).done
+    assert second.step(Turn("owl")).done
     with pytest.raises(RuntimeError, match="500"):
         first.step(Turn("crash"))
     _, text_only = made(openenv_url, {"text_key": "echo"})
     text_only.reset({"answer": "elk"}, 7)
     assert text_only.step(Turn("owl")).text == "owl"
+    _, other = made(openenv_url, {"text_key": "text"})
+    with pytest.raises(
+        RuntimeError, match="/reset: its observation has no text, it has echo; correct text_key"
+    ):
+        other.reset({"answer": "elk"}, 7)
     with pytest.raises(ConfigError, match="unknown argument key"):
         open_source(openenv_url, [], {"key": "echo"})
 

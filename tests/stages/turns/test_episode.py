@@ -162,7 +162,7 @@ def test_what_is_read_is_the_prompt_and_of_each_turn_its_ids_and_the_observation
         ({"max_tokens": 2 * CALL_TOKENS}, [CALL, CALL], "max_tokens", 2),
         ({"turn_tokens": 10}, ["word " * 50], "max_tokens", 1),
         ({"context": 60}, ["word " * 50], "context", 1),
-        ({"max_observation_tokens": 16}, [CALL], "context", 1),
+        ({"max_observation_tokens": 16}, [CALL], "max_observation_tokens", 1),
         ({}, ['<tool_call>{"name"'], "parse_error", 1),
         ({}, ["<tool_call>{}</tool_call>", "so be it"], "answered", 2),
     ],
@@ -310,7 +310,7 @@ def test_a_last_observation_is_kept_in_short_and_too_many_messages_are_not_read(
     (turn,) = record["turns"]
     assert len(turn["observation"]) < 200 * 128 + 100
     assert json.loads(turn["info"])["quiver_cut_characters"] == 20_000_000 - 200 * 128
-    assert unread["end_reason"] == "context"
+    assert unread["end_reason"] == "max_observation_tokens"
 
 
 def test_a_turn_that_a_stop_string_ended_gets_the_templates_end():
@@ -341,6 +341,18 @@ def test_where_thinking_is_dropped_a_new_sequence_begins():
     assert [turn["restart_ids"] for turn in turns] == [None, None, None, read[3]]
     assert [bool(turn["observation_ids"]) for turn in turns] == [True, True, False, False]
     assert turns[2]["observation"] == "higher"
+
+
+def test_a_call_that_could_not_be_read_stands_in_the_new_sequence():
+    bad = '<tool_call>{"name": oops}</tool_call>'
+    steps = (Step(text="higher"), Step(text="yes", done=True))
+    with game("qwen3", answers=False, rewritten="restart") as played:
+        calling = replace(played.setting, parse=parse_hermes)
+        texts = [f"<think>\nhm\n</think>\n\nI look.{bad}", "8", "9"]
+        record, read = Game(calling, "qwen3").play(texts, in_order(*steps))
+    assert record["turns"][0]["parse_error"] and record["turns"][2]["restart_ids"] == read[2]
+    text = family("qwen3").tokenizer.decode(read[2])
+    assert "hm" not in text and f"I look.{bad}<|im_end|>" in text
 
 
 # -- what was sampled is never encoded

@@ -419,6 +419,9 @@ def write_parser(folder, body: str) -> str:
     return f"{path}:parse"
 
 
+RETURN = "from quiver.stages.turns.tool_calls import ParsedTurn; return ParsedTurn("
+
+
 @pytest.mark.parametrize(
     "body, expected",
     [
@@ -428,8 +431,13 @@ def write_parser(folder, body: str) -> str:
         ("raise ValueError", ParsedTurn("go", (), "ValueError")),
         ("return 7", ParsedTurn("go", (), "'int' object is not iterable")),
         ("return [{}]", ParsedTurn("go", (), 'the call lacks "name"')),
+        (f"{RETURN}'so', [{{'name': 'a', 'arguments': {{}}}}])", ParsedTurn("so", (Call("a", {}),))),
+        (f"{RETURN}'so', error='no')", ParsedTurn("so", (), "no")),
+        (f"{RETURN}'so', [7])", ParsedTurn("go", (), "the call is a number, expected a JSON object")),
+        (f"{RETURN}7)", ParsedTurn("go", (), "the text of the turn is a number, expected text")),
+        (f"{RETURN}'so', error=7)", ParsedTurn("go", (), "the error of the turn is a number, expected text")),
     ],
-)
+)  # fmt: skip
 def test_a_function_of_the_users_reads_calls(tmp_path, body, expected):
     assert make_parser(write_parser(tmp_path, body))("go") == expected
 

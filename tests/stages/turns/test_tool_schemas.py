@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import cached_property, partialmethod
 from typing import Literal, NotRequired, Optional, TypedDict
 
 import pytest
@@ -271,6 +272,20 @@ class Shop:
     def total(self) -> int:
         raise AssertionError("a property is no tool, and is not read")
 
+    @cached_property
+    def shelves(self) -> list:
+        raise AssertionError("nor is one that is kept")
+
+    @staticmethod
+    def greet() -> str:
+        """Say hello."""
+
+    @classmethod
+    def name(cls) -> str:
+        """The shop's name."""
+
+    price_of_bread = partialmethod(price, thing="bread")
+
     def get_reward(self) -> float:
         """The reward."""
 
@@ -282,7 +297,9 @@ class Shop:
 
 
 def test_public_methods_are_tools_and_the_protocol_is_none():
-    (price,) = tool_methods(Shop()).values()
+    tools = tool_methods(Shop())
+    assert [*tools] == ["greet", "name", "price", "price_of_bread"]
+    price = tools["price"]
     schema = schema_of(price, "shop.py:Shop")["function"]
     assert list(schema["parameters"]["properties"]) == ["thing"]
     with pytest.raises(ValueError, match=r"^no bread here$"):
