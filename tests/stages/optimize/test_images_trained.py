@@ -1,6 +1,8 @@
 """Training on prompts with pictures: logprobs and gradients of the model's own pass, what is
 trained, what a swapped picture gives, and how often a picture is looked at."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -50,8 +52,10 @@ def read(store: Store, change=lambda ids: ids) -> shown.Read:
     return shown.read(store, "sees", "images", change)
 
 
-def test_logprobs_and_gradients_are_transformers_own(store, model):
-    given = read(store, lambda ids: [id if id != IMAGE else 5 for id in ids])
+@pytest.mark.parametrize("most", [(None,), (1, None)], ids=["all", "some of one token"])
+def test_logprobs_and_gradients_are_transformers_own(store, model, most):
+    counts = itertools.cycle(most)
+    given = read(store, lambda ids: [id if id != IMAGE else 5 for id in ids[: next(counts)]])
     folder = store.open(REFS["policy"]).files.folder
 
     def inputs_of(row):
