@@ -32,6 +32,7 @@ from quiver.stages.optimize.optimizer import (
 )
 from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer
+from tests import architectures
 from tests.stages.optimize import world
 from tests.stages.optimize.world import even_share, import_changed, prompts, sample
 from tests.tiny import make_policy, tokenizer
@@ -211,6 +212,27 @@ def test_activation_checkpointing_changes_nothing(store, tmp_path, rows, dropout
     policy = import_changed(store, tmp_path / "model", "drops", config=dropout)
     made = _trainer(policy, rows, _config(activation_checkpointing=True), "grpo")
     _compare(made, _expected(policy, rows))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "phimoe"])
+def test_activation_checkpointing_turns_no_noise_of_routers_on(store, tmp_path, rows, family):
+    """Routers of some models draw it in train mode; the ratio must be 1 before the first update."""
+    config = architectures.config_of(family)
+    config.router_jitter_noise = 0.5
+    architectures.make_tiny(config).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    policy = store.open(
+        import_policy(PolicyConfig(model=str(tmp_path / "model")), store, into="routes")
+    )
+    for row in rows:
+        for name in ("prompt_ids", "completion_ids"):
+            row[name] = [id % architectures.VOCABULARY for id in row[name]]
+    made = _trainer(policy, rows, _config(activation_checkpointing=True), "grpo")
+    first, second = (made.compute_logprobs(range(len(rows))) for _ in "ab")
+    assert torch.equal(first, second)
+    passes = []
+    made.model.model.layers[0].register_forward_pre_hook(lambda *_: passes.append(1))
+    assert 2 * world.step(made)["microbatches"] == len(passes)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
