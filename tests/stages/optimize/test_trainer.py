@@ -282,6 +282,35 @@ def test_moments_travel_by_name(policy):
             load_optimizer_state(fresh, model, wrong)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_a_weight_goes_on_from_its_own_number_of_steps(optimizer):
+    """An expert has a gradient only in the steps that send it a token."""
+    config = _config(optimizer=optimizer, learning_rate=1e-2)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("rare", "late", "head")})
+    again = copy.deepcopy(model)
+    made, fresh = (make_optimizer(config, each) for each in (model, again))
+
+    def take(optimizer, model, number):
+        for name, parameter in model.named_parameters():
+            is_given = {"rare": number in (0, 3), "late": number > 1}.get(name[:4], True)
+            parameter.grad = torch.full_like(parameter, number + 1.0) if is_given else None
+        optimizer.step()
+
+    for number in range(4):
+        take(made, model, number)
+    state = {name: tensor.clone() for name, tensor in optimizer_state(made, model).items()}
+    assert {name: float(state[name]) for name in state if name.startswith("updates")} == {
+        "updates": 4.0,
+        **dict.fromkeys(["updates.rare.weight", "updates.rare.bias"], 2.0),
+        **dict.fromkeys(["updates.late.weight", "updates.late.bias"], 2.0),
+    }
+    again.load_state_dict(model.state_dict())
+    load_optimizer_state(fresh, again, state)
+    take(made, model, 4)
+    take(fresh, again, 4)
+    assert world.are_equal(model.state_dict(), again.state_dict())
+
+
 def test_seed_and_step_decide_which_groups_are_taken_together(policy, rows):
     """Half of the groups in each mini-batch. A seed may be a time in nanoseconds."""
     made = _trainer(policy, rows, _config(minibatches=2), "grpo")
