@@ -128,7 +128,7 @@ def end_ids_in(content: dict[str, Any], file: str, title: str) -> list[int] | No
     if not listed or any(type(id) is not int or not -1 <= id < 2**31 for id in listed):
         problem = f"{file}: eos_token_id is {printable(repr(ids))}"
         raise _unusable(title, problem, f"correct {file}")
-    return sorted(listed)
+    return sorted(id for id in listed if id >= 0) or None
 
 
 def _unusable(title: str, problem: str, advice: str = "complete the directory") -> ConfigError:
