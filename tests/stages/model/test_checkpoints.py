@@ -23,6 +23,7 @@ from quiver.schemas.errors import (
 from quiver.stages.core.config import parse
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.runner import run_stage
+from quiver.stages.core.store import Store
 from quiver.stages.model import checkpoints, from_function, small
 from quiver.stages.model.checkpoints import PolicyConfig, model_entry, save_policy
 from quiver.stages.model.folder import NAMED_TEMPLATES, PROCESSOR_FILES, check_folder
@@ -552,6 +553,22 @@ def test_named_templates_need_no_config_of_the_tokenizer(store, source):
     written = json.loads(files.path("tokenizer_config.json").read_bytes())
     assert written["chat_template"][-1] == {"name": "tool_use", "template": "{{ messages }}"}
     assert not (files.folder / NAMED_TEMPLATES).exists()
+
+
+def test_checks_and_dry_runs_have_the_templates_of_the_run(store, folder, tmp_path):
+    (folder / NAMED_TEMPLATES).mkdir()
+    (folder / NAMED_TEMPLATES / "tool_use.jinja").write_text("tools: {{ tools }}")
+    config = PolicyConfig(model=str(folder))
+    small.make(tmp_path / "small", model=str(folder))
+    versions = [
+        imported(store, folder),
+        small.import_without_weights(config, Store(tmp_path / "checked"), "a"),
+        imported(store, tmp_path / "small", "rehearsed"),
+    ]
+    tokenizers = [checkpoints.load_tokenizer(version) for version in versions]
+    for tokenizer in tokenizers:
+        assert tokenizer.get_chat_template(tools=[{}]) == "tools: {{ tools }}"
+        assert tokenizer.get_chat_template() == tokenizers[0].get_chat_template()
 
 
 def test_arguments_that_json_does_not_have_are_not_taken_for_none(source):
