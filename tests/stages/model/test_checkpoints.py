@@ -73,6 +73,27 @@ def test_the_base_is_policy_zero_byte_for_byte(store, folder, tmp_path):
         imported(store, folder, None)
 
 
+@pytest.mark.parametrize("shard", [None, "model-00001-of-00001.safetensors"])
+def test_weights_in_another_form_stay_outside(store, folder, shard):
+    """Mistral's folders hold all of them twice."""
+    tensors = load_file(folder / WEIGHTS)
+    count = sum(tensor.numel() for tensor in tensors.values())
+    save_file({f"layers.{name}": tensor for name, tensor in tensors.items()}, folder / "other.pt")
+    (folder / "other.pt").rename(folder / "consolidated.safetensors")
+    (folder / "consolidated.safetensors.index.json").write_text('{"weight_map": {}}')
+    kept = {WEIGHTS}
+    if shard:
+        (folder / WEIGHTS).rename(folder / shard)
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)})
+        )
+        kept = {shard, INDEX}
+    version = imported(store, folder)
+    assert {name for name in version.files.names if "safetensors" in name} == kept
+    assert version.manifest.metrics["parameters"] == count
+    assert checkpoints.count_parameters(folder) == count
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "t5", "bart"])
 def test_what_a_model_is(store, kind):
     version = make_policy(store, kind=kind)
