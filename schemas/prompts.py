@@ -128,3 +128,20 @@ def most_media(table: pa.Table) -> dict[str, int]:
     columns = {name: column for name, column in MEDIA.items() if column in table.column_names}
     most = {name: pc.max(pc.list_value_length(table[columns[name]])).as_py() for name in columns}
     return {name: count for name, count in most.items() if count}
+
+
+def with_large_files(table: pa.Table) -> pa.Table:
+    """Return `table` with 64-bit offsets for the bytes of media, which are not copied.
+
+    Joined chunks, and rows that are taken, may then have more than 2 GiB of them.
+    """
+    for number, name in enumerate(table.column_names):
+        if name in MEDIA.values():
+            item = table[name].type.value_field
+            parts = [
+                part.with_type(pa.large_binary()) if part.name == "bytes" else part
+                for part in item.type
+            ]
+            kind = pa.list_(item.with_type(pa.struct(parts)))
+            table = table.set_column(number, name, table[name].cast(kind))
+    return table

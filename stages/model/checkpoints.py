@@ -34,6 +34,7 @@ from quiver.stages.core.user_cache import hash_files
 from quiver.stages.model import from_function
 from quiver.stages.model.families import modalities_of, require_processor, require_trainable
 from quiver.stages.model.folder import (
+    INDEX,
     PROCESSOR_FILES,
     check_folder,
     convert_gguf,
@@ -44,6 +45,7 @@ from quiver.stages.model.folder import (
     named_templates,
     parse_object,
     size_in,
+    weight_files,
 )
 from quiver.stages.model.weights import require_weights, save_model
 
@@ -257,16 +259,11 @@ def model_files(path: Path) -> list[Path]:
     """Return the GGUF file, or the files of a folder that make up the model."""
     if path.is_file():
         return [path]
-    names = {"config.json", *CARRIED_FILES}
+    names = {"config.json", INDEX, *CARRIED_FILES, *(file.name for file in weight_files(path))}
     config = path / "config.json"
     if not modalities_of(parse_object(config.read_bytes()) or {} if config.is_file() else {}):
         names -= {*PROCESSOR_FILES}  # such a processor is for other inputs
-    weights = (".safetensors", ".safetensors.index.json")
-    files = sorted(
-        file
-        for file in path.iterdir()
-        if file.is_file() and (file.name in names or file.name.endswith(weights))
-    )
+    files = sorted(file for file in path.iterdir() if file.is_file() and file.name in names)
     return files + named_templates(path)
 
 

@@ -36,6 +36,8 @@ from quiver.stages.core.user_cache import hash_files
 
 _JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
+INDEX = "model.safetensors.index.json"
+"""File that names the weight files of a model in several."""
 _MOST_LAYERS = 10_000
 _BESIDE_GGUF = (*_JSON_FILES, *_TOKENIZER_FILES, "chat_template.jinja", "added_tokens.json")
 """Files that transformers may read beside a GGUF file."""
@@ -128,7 +130,7 @@ def end_ids_in(content: dict[str, Any], file: str, title: str) -> list[int] | No
     if not listed or any(type(id) is not int or not -1 <= id < 2**31 for id in listed):
         problem = f"{file}: eos_token_id is {printable(repr(ids))}"
         raise _unusable(title, problem, f"correct {file}")
-    return sorted(listed)
+    return sorted(id for id in listed if id >= 0) or None
 
 
 def _unusable(title: str, problem: str, advice: str = "complete the directory") -> ConfigError:
@@ -136,19 +138,16 @@ def _unusable(title: str, problem: str, advice: str = "complete the directory") 
 
 
 def _check_weights(folder: Path, title: str) -> None:
-    index = folder / "model.safetensors.index.json"
-    weights = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
-    if index.is_file():
-        weight_map = (parse_object(index.read_bytes()) or {}).get("weight_map")
-        shards = sorted({*map(str, weight_map.values())}) if isinstance(weight_map, dict) else []
+    weights = weight_files(folder)
+    if (folder / INDEX).is_file():
+        shards = _indexed(folder)
         if not shards:
-            problem = f"{index.name} is not an index of weight files"
-            raise _unusable(title, problem, f"correct {index.name}")
+            raise _unusable(title, f"{INDEX} is not an index of weight files", f"correct {INDEX}")
         outside = [shard for shard in shards if Path(shard).name != shard]
         if outside:
             raise SecurityError(
                 title,
-                f"{index.name} names weight files outside the folder: {printable(outside[0])}",
+                f"{INDEX} names weight files outside the folder: {printable(outside[0])}",
                 next="put all weight files into the folder itself",
             )
         missing = [shard for shard in shards if not (folder / shard).is_file()]
@@ -184,6 +183,27 @@ def _check_weights(folder: Path, title: str) -> None:
             raise _unusable(title, f"{path.name} is cut or not a safetensors file") from None
     if count_parameters(folder) == 0:
         raise _unusable(title, "its weight files hold no weights")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files with the model's weights: those that the index names, else
+    model.safetensors, else every *.safetensors.
+
+    Others hold the same weights in another form, such as Mistral's consolidated.safetensors.
+    """
+    for names in (_indexed(folder), ["model.safetensors"]):
+        files = [folder / name for name in names if (folder / name).is_file()]
+        if files:
+            return files
+    return sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+
+
+def _indexed(folder: Path) -> list[str]:
+    """Return the names of weight files in the index; nothing if there is none, or it is broken."""
+    index = folder / INDEX
+    content = parse_object(index.read_bytes()) if index.is_file() else None
+    weight_map = (content or {}).get("weight_map")
+    return sorted({*map(str, weight_map.values())}) if isinstance(weight_map, dict) else []
 
 
 def parse_object(raw: bytes) -> dict[str, Any] | None:
@@ -355,7 +375,7 @@ def stored_weights(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     Only the files' headers are read.
     """
     weights = {}
-    for path in folder.glob("*.safetensors"):
+    for path in weight_files(folder):
         with safe_open(path, "numpy") as tensors:
             for key in tensors.keys():  # noqa: SIM118  not a dict
                 header = tensors.get_slice(key)

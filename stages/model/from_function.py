@@ -40,7 +40,8 @@ def is_function(name: str) -> bool:
 def source_hash(name: str, arguments: dict[str, Any]) -> str:
     """Return the sha256 of the function's name, its file's bytes and the arguments (plain JSON).
 
-    Runs no user code. Raises ConfigError.
+    Runs no user code. Raises ConfigError, and ValueError for infinity and NaN, which JSON does not
+    have; recipes refuse them.
     """
     return _digest(name, plugins.fingerprint(plugins.locate(name, _FIELD)), arguments)
 
@@ -52,7 +53,7 @@ def load(name: str, arguments: dict[str, Any]) -> tuple[Callable[..., None], str
 
 
 def _digest(name: str, sha256: str, arguments: dict[str, Any]) -> str:
-    plain_arguments = to_jsonable_python(arguments, inf_nan_mode="null")
+    plain_arguments = to_jsonable_python(arguments)  # a date is its text, as stages are given it
     return digest([name.rpartition(":")[2], sha256, plain_arguments])
 
 

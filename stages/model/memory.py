@@ -27,7 +27,7 @@ import transformers
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.model import vllm_env
 from quiver.stages.model.devices import SLEEPING_BYTES, engine_gpus
 from quiver.stages.model.families import loader_of, modalities_of
@@ -53,7 +53,8 @@ _NF4 = 1 / 2 + 4 / 64
 
 @dataclass(frozen=True)
 class Shape:
-    """Counts of weights, and widths. Widths count only the experts a token is routed to."""
+    """Counts of weights, and widths. Widths count only the experts a token is routed to; if layers
+    differ, they are the largest."""
 
     weights: int
     outside_layers: int
@@ -81,35 +82,25 @@ class Shape:
 
 
 def shape_of(config: transformers.PreTrainedConfig) -> Shape:
-    """Return the shape of a model with this config. Raises ConfigError if it is not a decoder."""
+    """Return the shape of a model with this config. Raises ConfigError if it is not a decoder, or
+    its sizes cannot be read."""
     name = f"model {config.model_type}"
     text = config.get_text_config(decoder=True)
-    if config.is_encoder_decoder or not hasattr(text, "num_attention_heads"):
-        message = "its memory cannot be estimated: it is not a decoder with attention"
-        raise ConfigError(name, message, next=_NOT_KNOWN)
+    # transformers refuses to read a size that differs between layers from the whole config
+    each = [*text.per_layer_config] if text.is_heterogeneous else [text]
+    if config.is_encoder_decoder or not hasattr(each[0], "num_attention_heads"):
+        raise _not_known(name, "it is not a decoder with attention")
     fields = config.to_dict()
     with load_errors(name), torch.device("meta"):
         model = loader_of(fields, modalities_of(fields)).from_config(config)
     modules = [*layers_of(model)]
     layers = [_count(layer) for layer in modules]
     if not layers:
-        message = "its memory cannot be estimated: it has no layers of a known kind"
-        raise ConfigError(name, message, next=_NOT_KNOWN)
-
-    def first(*names: str) -> Any:
-        """Return the first of these fields that is set; architectures name them differently."""
-        return next((size for name in names if (size := getattr(text, name, None))), 0)
-
-    experts = first("num_experts", "num_local_experts", "n_routed_experts")
-    intermediate = first("intermediate_size", "n_inner", "ffn_dim") or 4 * text.hidden_size
-    if isinstance(intermediate, list | tuple):  # one for each layer
-        intermediate = max(intermediate)
-    if experts:
-        of_expert = first("moe_intermediate_size") or intermediate
-        routed_to = (first("num_experts_per_tok") or 1) + first("n_shared_experts")
-        intermediate = routed_to * of_expert + first("shared_expert_intermediate_size")
-    heads = text.num_attention_heads
-    head_width = first("head_dim") or text.hidden_size // heads
+        raise _not_known(name, "it has no layers of a known kind")
+    try:
+        intermediate, heads, attention, keys = map(max, zip(*map(_widths, each), strict=True))
+    except Exception as error:  # each family names its sizes in its own way
+        raise _not_known(name, f"{type(error).__name__}: {printable(error)}") from error
     head = model.get_output_embeddings().weight
     return Shape(
         weights=_count(model),
@@ -127,9 +118,35 @@ def shape_of(config: transformers.PreTrainedConfig) -> Shape:
         hidden=text.hidden_size,
         intermediate=intermediate,
         heads=heads,
-        attention=heads * head_width,
-        keys=(first("num_key_value_heads") or heads) * head_width,
+        attention=attention,
+        keys=keys,
     )
+
+
+def _widths(config: transformers.PreTrainedConfig) -> tuple[int, int, int, int]:
+    """Return `intermediate`, `heads`, `attention` and `keys` of a `Shape` from the text's config,
+    or from one layer's."""
+
+    def first(*names: str) -> Any:
+        """Return the first of these fields that is set; architectures name them differently."""
+        return next((size for name in names if (size := getattr(config, name, None))), 0)
+
+    experts = first("num_experts", "num_local_experts", "n_routed_experts")
+    intermediate = first("intermediate_size", "n_inner", "ffn_dim") or 4 * config.hidden_size
+    if isinstance(intermediate, list | tuple):  # one for each layer
+        intermediate = max(intermediate)
+    if experts:
+        of_expert = first("moe_intermediate_size") or intermediate
+        routed_to = (first("num_experts_per_tok") or 1) + first("n_shared_experts")
+        intermediate = routed_to * of_expert + first("shared_expert_intermediate_size")
+    heads = config.num_attention_heads
+    head_width = first("head_dim") or config.hidden_size // heads
+    keys = (first("num_key_value_heads") or heads) * head_width
+    return intermediate, heads, heads * head_width, keys
+
+
+def _not_known(name: str, why: str) -> ConfigError:
+    return ConfigError(name, f"its memory cannot be estimated: {why}", next=_NOT_KNOWN)
 
 
 def _count(module: nn.Module) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from quiver.stages.core.store.writer import open_staging
 from . import checkpoints, from_function
 from .checkpoints import CARRIED_FILES, PolicyConfig, locate
 from .families import THREE_AXES, loader_of, modalities_of, require_language_model
-from .folder import convert_gguf
+from .folder import convert_gguf, move_templates_into_config
 from .shrink import shrink
 from .weights import require_weights, save_model
 
@@ -74,7 +73,7 @@ def make(
             ) from error
         if any(source.glob("*.safetensors")):
             require_weights(source, f"model {model}")
-        _copy(CARRIED_FILES, source, folder)
+        _copy(source, folder)
 
 
 def import_without_weights(
@@ -98,7 +97,7 @@ def import_without_weights(
     with tempfile.TemporaryDirectory() as work, open_staging(plan) as staging:
         writer = staging.writers["policy"]
         source = folder or _folder_of(config.model, config.revision, config.arguments, Path(work))
-        _copy(("config.json", *CARRIED_FILES), source, writer.folder)
+        _copy(source, writer.folder, "config.json")
         save_file({"none": np.zeros(1, np.float32)}, writer.folder / "model.safetensors")
         writer.finish()
         return staging.publish()
@@ -116,11 +115,12 @@ def _try_pass(model: PreTrainedModel) -> None:
             model(input_ids=ids)
 
 
-def _copy(names: Iterable[str], source: Path, folder: Path) -> None:
-    """Copy the named files that exist."""
-    for name in names:
+def _copy(source: Path, folder: Path, *names: str) -> None:
+    """Copy what is beside the weights, as an import does, and the named files."""
+    for name in (*names, *CARRIED_FILES):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+    move_templates_into_config(source, folder)
 
 
 def _folder_of(model: str, revision: str | None, arguments: dict[str, Any], work: Path) -> Path:

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from quiver.schemas.errors import ConfigError, printable
 
 from .families import classifier_in, loader_of, modalities_of
-from .folder import PROCESSOR_FILES, load_errors, parse_object, stored_weights, text_fields
+from .folder import (
+    PROCESSOR_FILES,
+    load_errors,
+    parse_object,
+    stored_weights,
+    text_fields,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -102,7 +109,7 @@ def _require_equal_embeddings(model: PreTrainedModel, folder: Path, name: str) -
     if not can_tie or not stored_weights(folder).keys() >= set(names):
         return
     matrices = {}
-    for path in folder.glob("*.safetensors"):
+    for path in weight_files(folder):
         with safe_open(path, "pt") as tensors:
             for key in names:
                 if key in tensors.keys():  # noqa: SIM118  not a dict

@@ -12,6 +12,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from quiver.stages.model import memory
 from quiver.stages.model.devices import available_bytes
@@ -71,6 +72,18 @@ def choose_budget(
     device = accelerator.device
     of_ranks = accelerator.gather(torch.tensor([available_bytes(device)], device=device))
     return memory.choose_budget(bytes_of, int(of_ranks.min()), config.token_budget, recomputes)
+
+
+def recompute_layers(trunk: PreTrainedModel) -> None:
+    """Let the backward pass compute each layer again, in place of keeping its activations.
+
+    Transformers recomputes the layers that are in train mode. What is inside them stays in eval
+    mode: some routers draw noise in train mode, and the ratio would not be 1 before the first
+    update.
+    """
+    trunk.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in trunk.modules():
+        module.training = isinstance(module, GradientCheckpointingLayer)
 
 
 def narrow_for(config: Config, precision: str, policy: Policy) -> None:

@@ -137,15 +137,23 @@ def learning_rate(config: Config, step: int) -> float:
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return the moments by parameter name, and `updates`, the number of steps that made them;
-    empty before the first step. They are the optimizer's own tensors, on its device."""
+    empty before the first step. They are the optimizer's own tensors, on its device.
+
+    A weight that had a gradient in fewer steps than others, such as an expert's, has a number of
+    its own, `updates.NAME`.
+    """
     tensors: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         moments = optimizer.state.get(parameter, {})
         for key in _MOMENTS:
             if key in moments:
                 tensors[f"{key}.{name}"] = moments[key].detach()
         if "step" in moments:
-            tensors["updates"] = moments["step"].detach().reshape(1)
+            counts[name] = moments["step"].detach().reshape(1)
+    if counts:
+        most = tensors["updates"] = max(counts.values(), key=float)
+        tensors |= {f"updates.{name}": count for name, count in counts.items() if count != most}
     return tensors
 
 
@@ -188,7 +196,7 @@ def load_optimizer_state(
     parameters = dict(model.named_parameters())
     for key, saved in tensors.items():
         kind, _, name = key.partition(".")
-        if key == "updates" or kind.endswith(_SCALE):
+        if kind == "updates" or kind.endswith(_SCALE):
             continue
         parameter = parameters.get(name)
         problem = ""
@@ -215,7 +223,8 @@ def load_optimizer_state(
         moments[kind] = like(moment, parameter, on_host=_is_on_host(optimizer))
         if scales is not None:
             moments[kind + _SCALE] = like(scales, parameter, on_host=_is_on_host(optimizer))
-        moments["step"] = tensors["updates"].reshape(()).clone().to(parameter.device)
+        updates = tensors.get(f"updates.{name}", tensors["updates"])
+        moments["step"] = updates.reshape(()).clone().to(parameter.device)
 
 
 # -- weights and moments that are not float32

@@ -41,7 +41,7 @@ from . import critic, terms
 from .algorithms import Algorithm
 from .audit import audit
 from .batch import Batch, StepColumns, TokenColumns
-from .budget import choose_budget, narrow_for
+from .budget import choose_budget, narrow_for, recompute_layers
 from .checks import not_finite
 from .config import Config
 from .critic import ValueHead, with_trunk
@@ -164,8 +164,7 @@ class Trainer(SavedState):
         """How often memory ran out and halved the budget."""
         if self.recomputes:
             for trunk in filter(None, (self.model, value_trunk)):
-                trunk.train()  # transformers recomputes in train mode alone; every dropout is 0
-                trunk.gradient_checkpointing_enable({"use_reentrant": False})
+                recompute_layers(trunk)
         self.mode = config.packing
         if self.batch.groups:
             self.mode = choose_mode(

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 from quiver.schemas import rewards
 from quiver.schemas.errors import NumericError
 from quiver.schemas.outside import LARGEST
-from quiver.schemas.prompts import MEDIA, most_media
+from quiver.schemas.prompts import MEDIA, most_media, with_large_files
 from quiver.stages.core.lineage import prompt_rows
 from quiver.stages.core.store import Version
 from quiver.stages.model.chat.messages import read_messages
@@ -91,7 +91,7 @@ def prompts_of(prompts: Version) -> pa.Table:
     names = ["group_id", "messages", "prompt_text", "columns"]
     if prompts.manifest.kind_schema == "prompts/2":
         names += media.OFFERED
-    table = prompts.table(names).combine_chunks()
+    table = with_large_files(prompts.table(names)).combine_chunks()
     shown = [MEDIA[modality] for modality in most_media(table)]
     return table.select([name for name in names if name in shown or name not in media.OFFERED])
 
@@ -122,7 +122,7 @@ class Groups:
         """The rollouts by group and `sample_index`, and the prompts."""
         rollouts, prompts = self._versions
         keys = [("group_id", "ascending"), ("sample_index", "ascending")]
-        return rollouts.table().sort_by(keys), prompts_of(prompts)
+        return with_large_files(rollouts.table()).sort_by(keys), prompts_of(prompts)
 
     def of(self, rollout_ids: Sequence[str]) -> Whole:
         """Return the whole groups of these rollouts. Within each, rows are sorted by

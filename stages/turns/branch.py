@@ -153,7 +153,8 @@ class _Branches:
         self._before_calls = text_before_calls(plan.store, plan.inputs["rollouts"])
         self._prompts: pa.Table | None = None
         if "prompts" in plan.inputs:
-            self._prompts = plan.inputs["prompts"].table()
+            table = plan.inputs["prompts"].table()
+            self._prompts = prompts_kind.with_large_files(table).combine_chunks()
 
     def table(self, rollouts: pa.Table) -> pa.Table:
         """Return prompts/2 of these episodes; each must have the turn."""

@@ -154,3 +154,13 @@ def test_a_check_makes_no_wider_copy_of_a_column():
     finally:
         pa.set_memory_pool(default_pool)
     assert 0 < counting_pool.max_memory() < 100_000
+
+
+def test_tables_of_media_are_joined_with_room_for_more_than_two_gibibytes():
+    files = [[{"bytes": b"a", "path": None}, {"bytes": b"", "path": "b"}], None, []]
+    column = pa.array(files, prompts.BEYOND_TEXT.field("images").type)
+    table = pa.table({"images": column, "group_id": ["a", "b", "c"]})
+    chunks = pa.concat_tables([table, table.slice(1), table.slice(0, 1)])
+    joined = prompts.with_large_files(chunks).combine_chunks()
+    assert joined["images"].to_pylist() == [*files, *files[1:], files[0]]
+    assert joined["images"].type.value_type.field("bytes").type == pa.large_binary()

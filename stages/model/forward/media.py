@@ -233,7 +233,8 @@ def _shifts(
         *((start, row, media.in_prompts) for row, start in zip(*prompts, strict=True)),
         *((start, row, media.observed) for row, start in zip(*completions, strict=True)),
     ]
-    segments.sort(key=lambda segment: segment[:1])  # a prompt precedes its completions
+    # a completion of one token has none in the strip, and the next prompt begins where it does
+    segments.sort(key=lambda segment: (segment[0], segment[2] is media.in_prompts))
     ends = [*(start for start, _, _ in segments[1:]), length]
     strip = np.zeros((3, length), np.int64)
     after_prompt = 0

@@ -198,7 +198,7 @@ def own_logprobs(policy: Policy, sequences: Sequences, row: int, count: int) -> 
 
 def _probe(sequences: Sequences, prompt_numbers: Sequence[int]) -> list[int]:
     """Return up to three rollouts, the shortest that have enough tokens: two of one prompt if
-    possible, and one of another."""
+    possible, and one of another. None of them is empty."""
     completion_tokens = sequences.completions.lengths.tolist()
     tokens = (sequences.prompts.lengths + sequences.input_lengths).tolist()
 
@@ -208,7 +208,8 @@ def _probe(sequences: Sequences, prompt_numbers: Sequence[int]) -> list[int]:
         return 1, -completion_tokens[row]
 
     rows_of: dict[int, list[int]] = {}
-    for row in sorted(range(len(prompt_numbers)), key=preference):
+    nonempty_rows = [row for row, count in enumerate(completion_tokens) if count]
+    for row in sorted(nonempty_rows, key=preference):
         rows_of.setdefault(prompt_numbers[row], []).append(row)
     prompt = max(rows_of, key=lambda prompt: min(len(rows_of[prompt]), 2))
     rows = rows_of.pop(prompt)[:2]

@@ -50,9 +50,7 @@ def load_media(store: Store, rollouts: Version, rows: pa.Table, policy: Version)
     """
     prompts = open_prompts(store, rollouts)
     observed = {
-        column: rows[column].combine_chunks().flatten().field("bytes")
-        for column in MEDIA.values()
-        if column in rows.column_names
+        column: files_of(rows[column]) for column in MEDIA.values() if column in rows.column_names
     }
     if prompts is None and not any(map(len, observed.values())):
         return None
@@ -65,13 +63,13 @@ def load_media(store: Store, rollouts: Version, rows: pa.Table, policy: Version)
         )
     processor = load_processor(policy)
     tokens = token_ids(policy)
-    sources: list[tuple[str, pa.Array]] = []
+    sources: list[tuple[str, pa.ChunkedArray]] = []
     groups = rows["group_id"].to_pylist()
     numbers: list[list[int]] = [[] for _ in groups]
     places: list[np.ndarray] = [np.empty(0, np.int64) for _ in groups]
     if prompts is not None:
         for modality, column in MEDIA.items():
-            sources.append((modality, prompts[column].combine_chunks().flatten().field("bytes")))
+            sources.append((modality, files_of(prompts[column])))
         of_group = _of_prompts(rollouts, prompts, tokens)
         numbers = [of_group[group][0] for group in groups]
         places = [of_group[group][1] for group in groups]
@@ -99,6 +97,13 @@ def load_media(store: Store, rollouts: Version, rows: pa.Table, policy: Version)
         first_numbers = dict(zip(observed, firsts[num_of_prompts:].tolist(), strict=False))
         after_prompts = Shown.of_observations(rows, tokens, first_numbers)
     return Media(in_prompts, after_prompts, read, tokens, features_merged(policy))
+
+
+def files_of(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the bytes of all files in a column of media, in its chunks: one array may hold at most
+    2 GiB."""
+    kind = column.type.value_type.field("bytes").type
+    return pa.chunked_array([chunk.flatten().field("bytes") for chunk in column.chunks], kind)
 
 
 def _of_prompts(

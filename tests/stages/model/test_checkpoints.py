@@ -2,6 +2,7 @@
 others load it."""
 
 import json
+import math
 import os
 import re
 import resource
@@ -22,7 +23,8 @@ from quiver.schemas.errors import (
 from quiver.stages.core.config import parse
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run.runner import run_stage
-from quiver.stages.model import checkpoints, small
+from quiver.stages.core.store import Store
+from quiver.stages.model import checkpoints, from_function, small
 from quiver.stages.model.checkpoints import PolicyConfig, model_entry, save_policy
 from quiver.stages.model.folder import NAMED_TEMPLATES, PROCESSOR_FILES, check_folder
 from quiver.stages.model.loading import load_model
@@ -71,6 +73,27 @@ def test_the_base_is_policy_zero_byte_for_byte(store, folder, tmp_path):
         imported(store, folder, None)
 
 
+@pytest.mark.parametrize("shard", [None, "model-00001-of-00001.safetensors"])
+def test_weights_in_another_form_stay_outside(store, folder, shard):
+    """Mistral's folders hold all of them twice."""
+    tensors = load_file(folder / WEIGHTS)
+    count = sum(tensor.numel() for tensor in tensors.values())
+    save_file({f"layers.{name}": tensor for name, tensor in tensors.items()}, folder / "other.pt")
+    (folder / "other.pt").rename(folder / "consolidated.safetensors")
+    (folder / "consolidated.safetensors.index.json").write_text('{"weight_map": {}}')
+    kept = {WEIGHTS}
+    if shard:
+        (folder / WEIGHTS).rename(folder / shard)
+        (folder / INDEX).write_text(
+            json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)})
+        )
+        kept = {shard, INDEX}
+    version = imported(store, folder)
+    assert {name for name in version.files.names if "safetensors" in name} == kept
+    assert version.manifest.metrics["parameters"] == count
+    assert checkpoints.count_parameters(folder) == count
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "t5", "bart"])
 def test_what_a_model_is(store, kind):
     version = make_policy(store, kind=kind)
@@ -113,11 +136,14 @@ def test_a_config_may_lack_what_only_some_stages_need(store, folder):
 
 
 def test_end_tokens_are_a_number_or_a_list(store, folder):
-    """Pythia's is 0; some models write -1 for none."""
-    for ids, expected in (([7, 2], [2, 7]), (0, [0]), (-1, [-1])):
+    """Pythia's is 0. Some models write -1 for none, and name one in their other file."""
+    expected_of = {"a": ([7, 2], [2, 7]), "b": (0, [0]), "c": ([-1, 7], [7]), "d": (-1, [EOS])}
+    for run, (ids, expected) in expected_of.items():
         change(folder / "generation_config.json", eos_token_id=ids)
-        version = imported(store, folder, f"run{expected[0]}")
-        assert checkpoints.end_token_ids(version) == expected
+        assert checkpoints.end_token_ids(imported(store, folder, run)) == expected
+    change(folder / "config.json", eos_token_id=-1)
+    with pytest.raises(ConfigError, match="the model names no end token"):
+        checkpoints.end_token_ids(imported(store, folder, "e"))
 
 
 # -- what is refused
@@ -548,6 +574,30 @@ def test_named_templates_need_no_config_of_the_tokenizer(store, source):
     written = json.loads(files.path("tokenizer_config.json").read_bytes())
     assert written["chat_template"][-1] == {"name": "tool_use", "template": "{{ messages }}"}
     assert not (files.folder / NAMED_TEMPLATES).exists()
+
+
+def test_checks_and_dry_runs_have_the_templates_of_the_run(store, folder, tmp_path):
+    (folder / NAMED_TEMPLATES).mkdir()
+    (folder / NAMED_TEMPLATES / "tool_use.jinja").write_text("tools: {{ tools }}")
+    config = PolicyConfig(model=str(folder))
+    small.make(tmp_path / "small", model=str(folder))
+    versions = [
+        imported(store, folder),
+        small.import_without_weights(config, Store(tmp_path / "checked"), "a"),
+        imported(store, tmp_path / "small", "rehearsed"),
+    ]
+    tokenizers = [checkpoints.load_tokenizer(version) for version in versions]
+    for tokenizer in tokenizers:
+        assert tokenizer.get_chat_template(tools=[{}]) == "tools: {{ tools }}"
+        assert tokenizer.get_chat_template() == tokenizers[0].get_chat_template()
+
+
+def test_arguments_that_json_does_not_have_are_not_taken_for_none(source):
+    for number in (math.inf, -math.inf, math.nan):
+        with pytest.raises(ValueError, match="Out of range float"):
+            from_function.source_hash(f"{source}:prepare", {"scale": number})
+        with pytest.raises(ValueError, match="not a finite number"):
+            PolicyConfig(model=f"{source}:prepare", arguments={"scale": number})
 
 
 def test_other_code_or_arguments_are_another_base(store, source, calls):

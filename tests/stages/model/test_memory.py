@@ -2,7 +2,14 @@
 tests/stages/optimize/test_bytes_moved.py with tensors counted on torch's meta device."""
 
 import pytest
-from transformers import GPT2Config, OpenAIGPTConfig, Qwen2Config, Qwen2MoeConfig, T5Config
+from transformers import (
+    Gemma4TextConfig,
+    GPT2Config,
+    OpenAIGPTConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    T5Config,
+)
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model import memory
@@ -41,10 +48,22 @@ def test_a_width_counts_the_experts_a_token_is_routed_to():
     assert (dense.intermediate, dense.is_tied) == (4 * 768, True)
 
 
+def test_a_width_is_that_of_the_widest_layer():
+    """Every sixth layer of Gemma 4 has wider heads."""
+    config = Gemma4TextConfig(
+        hidden_size=64, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, global_head_dim=32, intermediate_size=48,
+    )  # fmt: skip
+    shape = memory.shape_of(config)
+    assert (shape.heads, shape.attention, shape.keys) == (4, 4 * 32, 2 * 32)
+    assert (shape.intermediate, shape.layers) == (48, 6)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (T5Config(), "not a decoder with attention"),
+        (Qwen2Config(num_experts=2, num_experts_per_tok=[1, 2]), "cannot be estimated: TypeError"),
         (OpenAIGPTConfig(), "no layers of a known kind"),
     ],
 )

@@ -1,7 +1,10 @@
 """Training on prompts with pictures: logprobs and gradients of the model's own pass, what is
 trained, what a swapped picture gives, and how often a picture is looked at."""
 
+import itertools
+
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText
@@ -11,6 +14,7 @@ from quiver.stages.core.store import Store
 from quiver.stages.model.forward.media import feature_places, vision_parameters
 from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.forward.verify import choose_mode
+from quiver.stages.model.media.dataset import files_of
 from quiver.stages.optimize.config import Lora
 from quiver.stages.optimize.lora import attach
 from tests import shown, sight
@@ -50,8 +54,10 @@ def read(store: Store, change=lambda ids: ids) -> shown.Read:
     return shown.read(store, "sees", "images", change)
 
 
-def test_logprobs_and_gradients_are_transformers_own(store, model):
-    given = read(store, lambda ids: [id if id != IMAGE else 5 for id in ids])
+@pytest.mark.parametrize("most", [(None,), (1, None)], ids=["all", "some of one token"])
+def test_logprobs_and_gradients_are_transformers_own(store, model, most):
+    counts = itertools.cycle(most)
+    given = read(store, lambda ids: [id if id != IMAGE else 5 for id in ids[: next(counts)]])
     folder = store.open(REFS["policy"]).files.folder
 
     def inputs_of(row):
@@ -96,6 +102,19 @@ def test_features_stand_where_span_and_id_say_so():
     """A prompt that was given as ids may hold that id beside its pictures."""
     ids = np.array([IMAGE, 5, IMAGE, IMAGE, 5, IMAGE])
     assert feature_places(ids, [(1, 3), (4, 1)], [IMAGE]).tolist() == [2, 3]
+
+
+def test_files_may_have_more_than_two_gibibytes_together():
+    """Nine shards whose memory is never touched."""
+    large = np.zeros(250 * 2**20, np.uint8)
+    buffers = [None, pa.py_buffer(np.array([0, len(large)], np.int32)), pa.py_buffer(large)]
+    files = pa.Array.from_buffers(pa.binary(), 1, buffers)
+    items = pa.StructArray.from_arrays([files], ["bytes"])
+    shard = pa.ListArray.from_arrays(pa.array([0, 1], pa.int32()), items)
+    last = pa.array([[], [{"bytes": b"of no row"}], [{"bytes": b"a"}, {"bytes": b"b"}], None])
+    column = pa.chunked_array([*[shard] * 9, last.cast(shard.type).slice(2)])
+    found = files_of(column)
+    assert [len(found), found[9].as_py(), found[10].as_py()] == [11, b"a", b"b"]
 
 
 def test_a_way_of_packing_is_tried_up_to_the_first_sampled_id_of_a_picture(store, model):

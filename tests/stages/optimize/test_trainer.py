@@ -32,6 +32,7 @@ from quiver.stages.optimize.optimizer import (
 )
 from quiver.stages.optimize.stage import Config
 from quiver.stages.optimize.trainer import Trainer
+from tests import architectures
 from tests.stages.optimize import world
 from tests.stages.optimize.world import even_share, import_changed, prompts, sample
 from tests.tiny import make_policy, tokenizer
@@ -213,6 +214,27 @@ def test_activation_checkpointing_changes_nothing(store, tmp_path, rows, dropout
     _compare(made, _expected(policy, rows))
 
 
+@pytest.mark.parametrize("family", ["mixtral", "phimoe"])
+def test_activation_checkpointing_turns_no_noise_of_routers_on(store, tmp_path, rows, family):
+    """Routers of some models draw it in train mode; the ratio must be 1 before the first update."""
+    config = architectures.config_of(family)
+    config.router_jitter_noise = 0.5
+    architectures.make_tiny(config).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    policy = store.open(
+        import_policy(PolicyConfig(model=str(tmp_path / "model")), store, into="routes")
+    )
+    for row in rows:
+        for name in ("prompt_ids", "completion_ids"):
+            row[name] = [id % architectures.VOCABULARY for id in row[name]]
+    made = _trainer(policy, rows, _config(activation_checkpointing=True), "grpo")
+    first, second = (made.compute_logprobs(range(len(rows))) for _ in "ab")
+    assert torch.equal(first, second)
+    passes = []
+    made.model.model.layers[0].register_forward_pre_hook(lambda *_: passes.append(1))
+    assert 2 * world.step(made)["microbatches"] == len(passes)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match="torch sees no GPU"):
@@ -258,6 +280,35 @@ def test_moments_travel_by_name(policy):
     for wrong in ({**found, moment: torch.zeros(1)}, {**found, "exp_avg.other": torch.zeros(1)}):
         with pytest.raises(ConfigError, match="missing or of another shape"):
             load_optimizer_state(fresh, model, wrong)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_a_weight_goes_on_from_its_own_number_of_steps(optimizer):
+    """An expert has a gradient only in the steps that send it a token."""
+    config = _config(optimizer=optimizer, learning_rate=1e-2)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("rare", "late", "head")})
+    again = copy.deepcopy(model)
+    made, fresh = (make_optimizer(config, each) for each in (model, again))
+
+    def take(optimizer, model, number):
+        for name, parameter in model.named_parameters():
+            is_given = {"rare": number in (0, 3), "late": number > 1}.get(name[:4], True)
+            parameter.grad = torch.full_like(parameter, number + 1.0) if is_given else None
+        optimizer.step()
+
+    for number in range(4):
+        take(made, model, number)
+    state = {name: tensor.clone() for name, tensor in optimizer_state(made, model).items()}
+    assert {name: float(state[name]) for name in state if name.startswith("updates")} == {
+        "updates": 4.0,
+        **dict.fromkeys(["updates.rare.weight", "updates.rare.bias"], 2.0),
+        **dict.fromkeys(["updates.late.weight", "updates.late.bias"], 2.0),
+    }
+    again.load_state_dict(model.state_dict())
+    load_optimizer_state(fresh, again, state)
+    take(made, model, 4)
+    take(fresh, again, 4)
+    assert world.are_equal(model.state_dict(), again.state_dict())
 
 
 def test_seed_and_step_decide_which_groups_are_taken_together(policy, rows):

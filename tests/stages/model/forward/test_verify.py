@@ -91,6 +91,14 @@ def test_the_comparison_takes_short_rollouts_and_few_logits():
     assert sorted(lengths) == [20, 30, 128, 256]
 
 
+@pytest.mark.parametrize("lengths", [(20, 0, 30), (20, 30, 0), (0, 20, 0)])
+def test_rollouts_without_a_token_are_not_compared(lengths):
+    """The engine may have given up one of a prompt, or all of it."""
+    rows = forward._ragged([torch.full((length,), 5) for length in lengths])
+    sequences = Sequences(forward._ragged([torch.tensor([3, 4])] * 3), rows, torch.ones(3))
+    assert chosen(forward._model("llama"), data=(sequences, [0, 0, 1])) == "shared"
+
+
 def test_an_unknown_head_is_refused():
     model = forward._model("llama")
     plain = model.forward
