@@ -18,7 +18,7 @@ from quiver.schemas.errors import ConfigError, CorruptError, NumericError, Schem
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store, sharing, writer
-from quiver.stages.generate import shards, stage
+from quiver.stages.generate import shards, stage, subset
 from quiver.stages.generate.prompts import select_prompts
 from quiver.stages.generate.requests import Requests
 from quiver.stages.generate.rows import Rows, row_seed
@@ -149,6 +149,20 @@ def test_same_work_is_already_done_and_other_work_is_not(store, policy, tmp_path
         path.write_text(f"def answer(prompt_ids, seed):\n    return [{last}]\n")
         edited = run(store, prompts, policy, options={"script": f"{path}:answer"})
         assert rows_of(edited)[0]["completion_ids"] == [last, EOS]
+    (tmp_path / "moved").mkdir()
+    moved = path.rename(tmp_path / "moved" / path.name)
+    assert run(store, prompts, policy, options={"script": f"{moved}:answer"}).ref == edited.ref
+
+
+def test_an_option_of_your_own_engine_keeps_its_folder(store, policy):
+    """Nothing hashes the files that it names, `script` neither."""
+    prompts = make_prompts(store, [[5]])
+    own = {"engine": f"{MAKING}:Honest"}
+    refs = {
+        run(store, prompts, policy, **own, options={"script": f"{folder}/plan.txt"}).ref
+        for folder in ("a", "b")
+    }
+    assert len(refs) == 2
 
 
 def test_shards_grow_with_the_rollouts(store, policy, monkeypatch):
@@ -387,6 +401,7 @@ ENGINE_ARGS = (
         ({"sampling": {"temperature": 0}}, "temperature 0 gives 3 equal samples"),
         ({"sampling": {"min_tokens": 9, "max_tokens": 8}}, "min_tokens 9 is above max_tokens 8"),
         ({"sampling": {"temperature": -1}}, "sampling.temperature"),
+        ({"sampling": {"temperature": 0.0099}}, "temperature 0.0099 is below 0.01, .* take 0"),
         ({"sampling": {"stop": ["", "a"]}}, "an empty text would end a completion at once"),
         ({"engine": "scriptd"}, r"no such engine.* did you mean scripted\?"),
         *(
@@ -399,6 +414,9 @@ def test_wrong_config_is_named(changed, words):
     with pytest.raises(ConfigError, match=words):
         config(**changed)
     assert config(engine="vllm", options={"engine_args": {"quantization": "fp8"}})
+    assert config(sampling={"temperature": 0.01})
+    with pytest.raises(ConfigError, match="seed: .* greater than or equal to 0"):
+        parse(subset.Config, {"seed": -1}, "stage subset")
 
 
 @pytest.mark.parametrize("engine", ["Honest", "Waits", "Chokes"])
