@@ -21,7 +21,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from quiver.schemas import rollouts as rollouts_kind
-from quiver.schemas.errors import LineageError, printable
+from quiver.schemas.errors import printable
 from quiver.stages.core import config as common
 from quiver.stages.core.file_rows import bad_source
 from quiver.stages.core.run.stage import Plan, Refs
@@ -90,13 +90,10 @@ def check(config: Config, policy: Version) -> None:
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
     """Plan the lines as rollouts of `refs["policy"]`, for `refs["prompts"]` if it is given.
 
-    Raises ConfigError or LineageError.
+    Raises ConfigError.
     """
     policy = store.open(refs["policy"])
     inputs = {"prompts": store.open(refs["prompts"])} if refs.get("prompts") else {}
-    for kind, version in {"policy": policy, **inputs}.items():
-        if version.ref.kind != kind:
-            raise LineageError(str(version.ref), f"is not a version of {kind}", next="quiver ls")
     return Plan(
         store=store,
         stage="imported",

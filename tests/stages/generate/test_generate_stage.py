@@ -401,7 +401,7 @@ ENGINE_ARGS = (
         ({"sampling": {"temperature": 0}}, "temperature 0 gives 3 equal samples"),
         ({"sampling": {"min_tokens": 9, "max_tokens": 8}}, "min_tokens 9 is above max_tokens 8"),
         ({"sampling": {"temperature": -1}}, "sampling.temperature"),
-        ({"sampling": {"temperature": 0.0099}}, "temperature 0.0099 is below 0.01, .* take 0"),
+        ({"sampling": {"temperature": 0.0099}}, r"temperature 0\.0099 is below 0\.01, .* take 0"),
         ({"sampling": {"stop": ["", "a"]}}, "an empty text would end a completion at once"),
         ({"engine": "scriptd"}, r"no such engine.* did you mean scripted\?"),
         *(
@@ -415,7 +415,7 @@ def test_wrong_config_is_named(changed, words):
         config(**changed)
     assert config(engine="vllm", options={"engine_args": {"quantization": "fp8"}})
     assert config(sampling={"temperature": 0.01})
-    with pytest.raises(ConfigError, match="seed: .* greater than or equal to 0"):
+    with pytest.raises(ConfigError, match=r"seed: .* greater than or equal to 0"):
         parse(subset.Config, {"seed": -1}, "stage subset")
 
 
