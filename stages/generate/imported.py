@@ -31,6 +31,7 @@ from quiver.stages.model import checkpoints
 from quiver.stages.turns import trajectories
 from quiver.stages.turns.trajectories import Trajectory
 
+from .ends import stop_ids_of
 from .options import Sampling
 from .texts import Texts
 
@@ -197,7 +198,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """Return rows of rollouts/1, or of rollouts/2 if some line has turns."""
     sampling = plan.config.sampling
-    end_ids = {*checkpoints.end_token_ids(policy), *sampling.stop_token_ids}
+    end_ids = {*stop_ids_of(sampling, policy)}
     texts = Texts.of(policy, end_ids)
     counts: Counter[str] = Counter()
     rows = []

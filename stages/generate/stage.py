@@ -137,7 +137,7 @@ def engine_setup(
     return Setup(
         policy=policy,
         sampling=config.sampling,
-        stop_ids=stop_ids_of(config, policy),
+        stop_ids=stop_ids_of(config.sampling, policy),
         max_model_len=min(room, context_limit(config, policy)),
         dtype=config.dtype,
         device=config.device,

@@ -110,15 +110,36 @@ def test_no_speed_is_told_while_most_rows_are_under_way(store, policy, caplog, m
     assert len(lines) > 3
 
 
+def with_ends(store, folder, ids):
+    """The policy with these end tokens, in a run named like its folder."""
+    path = make_folder(folder) / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ids}))
+    config = {"model": str(folder)}
+    return store.open(run_stage("policy", config, store, into=folder.name, in_process=True))
+
+
+def test_end_tokens_outside_the_vocabulary_end_nothing(store, tmp_path, caplog):
+    """An engine would look for their logits."""
+    prompts = make_prompts(store, [[5, 7]])
+    sampling = {"max_tokens": 4, "min_tokens": 2}
+    policy = with_ends(store, tmp_path / "some", [EOS, 9999])
+    for engine in ("scripted", "transformers"):
+        version = run(store, prompts, policy, engine=engine, sampling=sampling)
+        assert version.manifest.rows == 3
+        (line,) = (line for line in caplog.messages if "9999" in line)
+        assert "some/policy@0: its end tokens [9999] are outside" in line
+        caplog.clear()
+    policy = with_ends(store, tmp_path / "all", [9999])
+    with pytest.raises(ConfigError, match=r"end tokens \[9999\] are outside") as caught:
+        run(store, prompts, policy, sampling=sampling)
+    assert "generation_config.json" in caught.value.next
+    assert run(store, prompts, policy, sampling={"max_tokens": 4, "ignore_eos": True})
+
+
 def test_policies_with_other_end_tokens_are_other_work(store, tmp_path):
     """generation_config.json names them, which no hash of a model covers."""
-    policies = []
-    for name, ids in (("plain", EOS), ("more", [EOS, 1]), ("again", [1, EOS])):
-        folder = make_folder(tmp_path / name)
-        path = folder / "generation_config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ids}))
-        ref = run_stage("policy", {"model": str(folder)}, store, into=name, in_process=True)
-        policies.append(store.open(ref))
+    named = (("plain", EOS), ("more", [EOS, 1]), ("again", [1, EOS]))
+    policies = [with_ends(store, tmp_path / name, ids) for name, ids in named]
     assert len({checkpoints.model_entry("policy", policy).weights for policy in policies}) == 1
     prompts = make_prompts(store, [[5, 7, 9]])
     echo = {"options": {"script": "echo"}}
