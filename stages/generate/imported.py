@@ -33,6 +33,7 @@ from quiver.stages.turns.trajectories import Trajectory
 
 from .ends import stop_ids_of
 from .options import Sampling
+from .prompts import require_readable_ids
 from .texts import Texts
 
 STAGE_VERSION = 1
@@ -108,13 +109,16 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Check every line, then write. Raises ConfigError with line and field."""
+    """Check every line, then write. Raises ConfigError with line and field, or LineageError."""
     config = plan.config
     writer = writers["rollouts"]
     lines, _ = trajectories.read(config.source, config.source_sha256)
     policy = plan.store.open(plan.models[0].ref)
     _require_readable(config, lines, policy)
-    groups = _groups(config, lines, plan.inputs.get("prompts"))
+    prompts = plan.inputs.get("prompts")
+    if prompts is not None:
+        require_readable_ids(prompts, policy, plan.store.open)
+    groups = _groups(config, lines, prompts)
     rows = _rows(plan, lines.values(), groups, policy)
     schema = rollouts_kind.SCHEMA if config.turns is None else rollouts_kind.OF_TURNS
     writer.write_table(pa.Table.from_pylist(rows, schema))

@@ -11,6 +11,7 @@ from quiver.schemas import fields, prompts
 from quiver.stages.core.config import Config
 from quiver.stages.core.store import Store, Version
 from quiver.stages.generate.engine import Completion
+from quiver.stages.model.checkpoints import model_entry
 from tests.writing import begin
 
 
@@ -22,9 +23,14 @@ class Made(Config):
 
 
 def make_prompts(
-    store: Store, ids: list[list[int]], run: str = "tiny", **metrics: object
+    store: Store,
+    ids: list[list[int]],
+    run: str = "tiny",
+    renderer: Version | None = None,
+    **metrics: object,
 ) -> Version:
-    """A prompts version with these ids; groups g0, g1, …"""
+    """A prompts version with these ids, of the renderer's tokenizer; groups g0, g1, …"""
+    models = (model_entry("policy", renderer),) if renderer else ()
     schema = fields.with_struct(prompts.SCHEMA, columns=pa.struct([pa.field("answer", pa.int64())]))
     table = pa.table(
         {
@@ -38,9 +44,8 @@ def make_prompts(
         },
         schema=schema,
     )
-    with begin(
-        store, run, "prompts", stage="prompt", stage_version=1, config=Made(ids=ids), inputs={}
-    ) as work:
+    about = {"stage": "prompt", "stage_version": 1, "config": Made(ids=ids), "inputs": {}}
+    with begin(store, run, "prompts", **about, models=models) as work:
         if work.done:
             return work.done
         work.write(0, table)

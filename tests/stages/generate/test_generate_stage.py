@@ -14,7 +14,13 @@ import pyarrow as pa
 import pytest
 
 from quiver.flows.verification import verify
-from quiver.schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
+from quiver.schemas.errors import (
+    ConfigError,
+    CorruptError,
+    LineageError,
+    NumericError,
+    SchemaError,
+)
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store, sharing, writer
@@ -27,6 +33,7 @@ from quiver.stages.model import checkpoints
 from tests.stages.generate import making
 from tests.stages.generate.making import good, make_prompts, random_prompts
 from tests.tiny import EOS, make_folder, make_policy
+from tests.tokens import swap, with_tokenizer
 
 MAKING = "tests.stages.generate.making"
 stage_run = partial(run_stage, "generate", in_process=True)
@@ -369,6 +376,18 @@ def test_ids_that_the_policy_does_not_know(store, policy, ids, stop_token_ids, e
     given = config(sampling={"max_tokens": 8, "stop_token_ids": stop_token_ids})
     with pytest.raises(error, match=words):
         select_prompts(given, make_prompts(store, ids), policy)
+
+
+def test_prompts_of_another_tokenizer_are_refused(store, policy, tmp_path):
+    """The policy would read other words. Only the ids of the prompts count."""
+    prompts = make_prompts(store, [[5, 6, 299], [7]], renderer=policy)
+    swapped = make_prompts(store, [[5, 6, 301], [7]], renderer=policy)
+    other = with_tokenizer(store, tmp_path, "other", swap)
+    assert run(store, prompts, other).manifest.rows == run(store, swapped, policy).manifest.rows
+    with pytest.raises(LineageError, match=r"another than tiny/policy@0's: 1 ids .* 301") as caught:
+        run(store, swapped, other)
+    assert caught.value.object == str(other.ref)
+    assert caught.value.next == "render the prompts again with this policy"
 
 
 @pytest.mark.parametrize(
