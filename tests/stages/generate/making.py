@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from itertools import islice
 
 import numpy as np
@@ -95,6 +96,41 @@ class Dies(Honest):
         if request.index == 2:
             raise RuntimeError("the engine is gone")
         yield good(request.index)
+
+
+class Mistakes(Honest):
+    """Makes the mistake that `options.mistake` names."""
+
+    def __init__(self, setup) -> None:
+        super().__init__(setup)
+        self.mistake = setup.options["mistake"]
+        if self.mistake == "init":
+            raise KeyError("licence")
+        if self.mistake == "info":
+            self.info = {"name": "mine", "loss": np.float32(1)}
+        if self.mistake == "no info":
+            self.info = None
+
+    def generate(self, requests):
+        if self.mistake == "nothing":
+            return None
+        if self.mistake == "list":
+            return [good(request.index) for request in requests]
+        return super().generate(requests)
+
+    def answers(self, request):
+        if self.mistake == "generate":
+            raise KeyError("licence")
+        if self.mistake == "disk":
+            raise OSError(errno.ENOSPC, "no space left on device")
+        completion = good(request.index, stop_reason=2 if self.mistake == "stop_reason" else "2")
+        if self.mistake == "index":
+            completion = completion._replace(index=[request.index])
+        yield tuple(completion) if self.mistake == "tuple" else completion
+
+    def close(self) -> None:
+        if self.mistake == "close":
+            raise KeyError("licence")
 
 
 class Forgets(Honest):

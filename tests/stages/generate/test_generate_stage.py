@@ -19,6 +19,7 @@ from quiver.schemas.errors import (
     CorruptError,
     LineageError,
     NumericError,
+    ResourceError,
     SchemaError,
 )
 from quiver.stages.core.config import parse
@@ -304,6 +305,45 @@ def test_rows_are_answered_in_any_order_and_none_is_left_out(requests):
     assert requests.is_done() and requests.num_tokens == 12
 
 
+@pytest.mark.parametrize(
+    ("mistake", "error", "words"),
+    [
+        ("init", ConfigError, "raised KeyError: 'licence'"),
+        ("generate", ConfigError, "raised KeyError: 'licence'"),
+        ("close", ConfigError, "raised KeyError: 'licence'"),
+        ("nothing", ConfigError, "raised TypeError: 'NoneType' object is not iterable"),
+        ("info", ConfigError, "info must be a dict of plain values: .* float32"),
+        ("no info", ConfigError, "info must be a dict of plain values: it is NoneType"),
+        ("tuple", SchemaError, "it answered with tuple, expected a Completion"),
+        ("index", SchemaError, "it answered row list, expected an int"),
+        ("stop_reason", SchemaError, "row 0: stop_reason is int, expected str or None"),
+    ],
+)
+def test_a_mistake_of_your_own_engine_is_no_bug_in_quiver(store, policy, mistake, error, words):
+    own = f"{MAKING}:Mistakes"
+    with pytest.raises(error, match=words) as caught:
+        run(store, make_prompts(store, [[5]]), policy, engine=own, options={"mistake": mistake})
+    assert caught.value.object == f"engine {own}"
+    assert caught.value.next.startswith("correct the engine")
+
+
+def test_what_is_not_your_engines_fault_passes(store, policy):
+    """A list of answers is as good as an iterator; a full disk is told as such."""
+    own = {"engine": f"{MAKING}:Mistakes"}
+    prompts = make_prompts(store, [[5]])
+    version = run(store, prompts, policy, **own, options={"mistake": "list"})
+    assert version.table()["completion_ids"].to_pylist() == [[5, 2]] * 3
+    with pytest.raises(ResourceError, match="the disk is full"):
+        run(store, prompts, policy, **own, options={"mistake": "disk"})
+
+
+def test_a_logprob_that_is_no_number_sends_to_the_weights(requests):
+    """Sampling again gives the same."""
+    with pytest.raises(NumericError) as caught:
+        requests.answer(good(0, logprobs=float32(-0.5, np.nan)))
+    assert "the policy's weights" in caught.value.next
+
+
 def test_an_engine_that_leaves_a_row_out_is_not_asked_for_ever(store, policy):
     prompts = make_prompts(store, [[5], [6]])
     with pytest.raises(SchemaError, match="1 of 6 rows were never answered, the first is row 2"):
@@ -332,7 +372,7 @@ def test_work_that_another_process_has_committed_is_not_done_to_its_end(store, p
 def test_finished_shards_outlive_an_engine_that_dies(store, policy, monkeypatch):
     prompts = make_prompts(store, [[5], [6]])
     given = {"engine": f"{MAKING}:Dies", "rows_per_shard": 2}
-    with pytest.raises(RuntimeError, match="gone"):
+    with pytest.raises(ConfigError, match="raised RuntimeError: the engine is gone"):
         run(store, prompts, policy, **given)
     assert store.numbers("tiny", "rollouts") == []
     asked = []
