@@ -86,8 +86,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     config = plan.config
     writer = writers["rollouts"]
     policy = plan.store.open(plan.models[0].ref)
-    require_readable_ids(plan.inputs["prompts"], policy, plan.store.open)
     prompts, dropped, longest = select_prompts(config, plan.inputs["prompts"], policy)
+    require_readable_ids(plan.inputs["prompts"], policy, plan.store.open)
     # rollout ids begin with 8 digits of the run key, so the same work gives the same ids
     rows = Rows(prompts, config, plan.run_key[:8])
     shards = Shards(writer, rows)
