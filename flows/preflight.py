@@ -29,7 +29,7 @@ from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.places import is_url, locate, open_storage
 from quiver.stages.generate.engine import code_hash, engine_options, require_decoder
 from quiver.stages.generate.options import VllmServerOptions
-from quiver.stages.logprobs.stage import require_same_tokens
+from quiver.stages.logprobs.stage import require_tokens_of
 from quiver.stages.model.chat.template import read_template
 from quiver.stages.model.checkpoints import PolicyConfig, model_config, model_entry
 from quiver.stages.model.devices import engine_gpus
@@ -124,7 +124,7 @@ def check_base(recipe: Recipe, open: Callable[[str], Version], policy: Version) 
         reference = open(named)
         if reference.mark is None:  # An expired reference has no tokenizer left.
             config = recipe.logprobs.for_role("ref")
-            require_same_tokens(config, sampler, lambda _: policy, reference)
+            require_tokens_of(config, sampler, lambda _: policy, reference)
 
 
 def check_engines(recipe: Recipe, policy: Version) -> None:

@@ -13,7 +13,7 @@ from quiver.stages.core.store.writer import ROWS_PER_SHARD, shard_rows
 from quiver.stages.turns.config import Turns
 
 from .engine import engine_options
-from .options import Sampling, VllmServerOptions
+from .options import Sampling, ScriptedOptions, VllmServerOptions
 
 
 class Config(Base):
@@ -69,6 +69,12 @@ class Config(Base):
                 f"temperature 0 gives {self.samples_per_prompt} equal samples: set a temperature "
                 "above 0, or samples_per_prompt = 1 if nothing is trained on them"
             )
+        # vLLM raises it to 0.01 by itself, and the rows would record the lower one
+        if 0 < self.sampling.temperature < 0.01:
+            raise ValueError(
+                f"sampling.temperature {self.sampling.temperature:g} is below 0.01, "
+                "which vLLM would sample with: take 0 or at least 0.01"
+            )
         try:
             options = engine_options(self.engine, self.options)
         except ConfigError as error:
@@ -88,12 +94,12 @@ class Config(Base):
 
     def key(self) -> dict[str, Any]:
         """Return the base class's key without the engine options that only affect speed or memory,
-        and without the folder of your own code."""
+        and without the folder of your own code. Options of your own engine stay as they are."""
         shipped_options = engine_options(self.engine, self.options)
         options = shipped_options.key() if shipped_options else dict(self.options)
         engine = self.engine
         if self.code_sha256:
             engine = without_folder(engine)
-            if isinstance(options.get("script"), str):
+            if isinstance(shipped_options, ScriptedOptions):
                 options["script"] = without_folder(options["script"])
         return {**super().key(), "options": options, "engine": engine}

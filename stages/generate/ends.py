@@ -15,20 +15,31 @@ from quiver.stages.core.store import Version
 from quiver.stages.model import checkpoints
 from quiver.stages.model.folder import end_ids_in
 
-from .config import Config
+from .options import Sampling
 from .texts import Texts
 
 log = logging.getLogger(__name__)
 
 
-def stop_ids_of(config: Config, policy: Version) -> tuple[int, ...]:
+def stop_ids_of(sampling: Sampling, policy: Version) -> tuple[int, ...]:
     """Return every id that ends a completion, ascending.
 
-    Raises ConfigError if the model names no end token and `ignore_eos` is off.
+    End tokens outside the vocabulary are left out: they have no logit, so none is ever sampled.
+    Raises ConfigError if the model names no other end token and `ignore_eos` is off.
     """
-    stop_ids = {*config.sampling.stop_token_ids}
-    if not config.sampling.ignore_eos:
-        stop_ids.update(checkpoints.end_token_ids(policy))
+    stop_ids = {*sampling.stop_token_ids}
+    if not sampling.ignore_eos:
+        end_ids = checkpoints.end_token_ids(policy)
+        vocabulary = checkpoints.vocabulary_size(policy)
+        known = [id for id in end_ids if 0 <= id < vocabulary]
+        if not known:
+            raise ConfigError(
+                str(policy.ref),
+                f"its end tokens {end_ids} are outside the vocabulary, {vocabulary}",
+                next="correct eos_token_id in the model's generation_config.json, or set "
+                "ignore_eos = true in sampling",
+            )
+        stop_ids.update(known)
     return tuple(sorted(stop_ids))
 
 
@@ -51,15 +62,25 @@ def unknown_end(plan: Plan, policy: Version) -> dict[str, Any]:
     """
     end = _template_end(plan)
     sampling = plan.config.sampling
-    if end is None or sampling.ignore_eos or end["id"] in stop_ids_of(plan.config, policy):
+    if end is None or sampling.ignore_eos or end["id"] in stop_ids_of(sampling, policy):
         return {}
     is_stop = any(string in end["text"] for string in sampling.stop)
     return {} if is_stop else {"unknown_end": end}
 
 
 def warn_of_ends(plan: Plan, policy: Version) -> None:
-    """Warn if the template's end of turn ends no completion, and about stop ids whose text rewards
-    never see."""
+    """Warn if the template's end of turn or an end token of the model ends no completion, and about
+    stop ids whose text rewards never see."""
+    sampling = plan.config.sampling
+    if not sampling.ignore_eos:
+        lost = {*checkpoints.end_token_ids(policy)}.difference(stop_ids_of(sampling, policy))
+        if lost:
+            log.warning(
+                "%s: its end tokens %s are outside the vocabulary and end no completion. Correct "
+                "eos_token_id in the model's generation_config.json",
+                policy.ref,
+                sorted(lost),
+            )
     end = unknown_end(plan, policy).get("unknown_end")
     if end is not None:
         log.warning(
@@ -70,7 +91,7 @@ def warn_of_ends(plan: Plan, policy: Version) -> None:
             printable(repr(end["text"])),
             end["id"],
         )
-    stop_token_ids = plan.config.sampling.stop_token_ids
+    stop_token_ids = sampling.stop_token_ids
     if not stop_token_ids:
         return
     template_end = _template_end(plan) or {}

@@ -11,15 +11,18 @@ answer in any order. Its answers are checked in `requests`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from quiver.schemas.errors import ConfigError, did_you_mean, printable
+from quiver.schemas.errors import ConfigError, QuiverError, did_you_mean, printable, unexpected
+from quiver.schemas.manifest import canonical
 from quiver.stages.core import plugins
 from quiver.stages.core.config import Config, parse
 from quiver.stages.core.store import Version
+from quiver.stages.core.store.sharing import CommittedByOther
 from quiver.stages.model import checkpoints
 from quiver.stages.model.media import Medium
 
@@ -205,7 +208,46 @@ def make_engine(name: str, setup: Setup) -> Engine:
     """
     path = ENGINES[name].path if name in ENGINES else name
     engine_class, _ = plugins.load(path, "generate.engine")
-    return engine_class(setup)
+    with errors_of_own(name):
+        return engine_class(setup)
+
+
+@contextmanager
+def errors_of_own(name: str) -> Iterator[None]:
+    """Raise errors of your own engine as ConfigError: they are no bug in Quiver.
+
+    Errors that say what is wrong pass, such as those of its requests, and so does a lack of memory
+    or disk. A shipped engine's errors pass too.
+    """
+    try:
+        yield
+    except (QuiverError, CommittedByOther):
+        raise
+    except Exception as error:
+        if name in ENGINES or unexpected(name, error).code != QuiverError.code:
+            raise
+        raise ConfigError(
+            f"engine {printable(name)}",
+            f"raised {type(error).__name__}: {printable(error)}",
+            state="finished shards are kept.",
+            next="correct the engine; QUIVER_DEBUG=1 shows where it was raised",
+        ) from error
+
+
+def info_of(name: str, engine: Engine) -> dict[str, Any]:
+    """Return a copy of the engine's `info`. Raises ConfigError if no manifest can hold it."""
+    info = getattr(engine, "info", None)
+    try:
+        if not isinstance(info, dict):
+            raise TypeError(f"it is {type(info).__name__}")
+        canonical(info)
+        return dict(info)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"engine {printable(name)}",
+            f"its info must be a dict of plain values: {printable(error)}",
+            next="correct the engine's info",
+        ) from error
 
 
 def code_hash(name: str, options: Config | None) -> str:

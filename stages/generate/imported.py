@@ -21,7 +21,7 @@ import pyarrow as pa
 from pydantic import Field
 
 from quiver.schemas import rollouts as rollouts_kind
-from quiver.schemas.errors import LineageError, printable
+from quiver.schemas.errors import printable
 from quiver.stages.core import config as common
 from quiver.stages.core.file_rows import bad_source
 from quiver.stages.core.run.stage import Plan, Refs
@@ -31,7 +31,9 @@ from quiver.stages.model import checkpoints
 from quiver.stages.turns import trajectories
 from quiver.stages.turns.trajectories import Trajectory
 
+from .ends import stop_ids_of
 from .options import Sampling
+from .prompts import require_readable_ids
 from .texts import Texts
 
 STAGE_VERSION = 1
@@ -90,13 +92,10 @@ def check(config: Config, policy: Version) -> None:
 def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> Plan:
     """Plan the lines as rollouts of `refs["policy"]`, for `refs["prompts"]` if it is given.
 
-    Raises ConfigError or LineageError.
+    Raises ConfigError.
     """
     policy = store.open(refs["policy"])
     inputs = {"prompts": store.open(refs["prompts"])} if refs.get("prompts") else {}
-    for kind, version in {"policy": policy, **inputs}.items():
-        if version.ref.kind != kind:
-            raise LineageError(str(version.ref), f"is not a version of {kind}", next="quiver ls")
     return Plan(
         store=store,
         stage="imported",
@@ -110,13 +109,16 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 
 
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
-    """Check every line, then write. Raises ConfigError with line and field."""
+    """Check every line, then write. Raises ConfigError with line and field, or LineageError."""
     config = plan.config
     writer = writers["rollouts"]
     lines, _ = trajectories.read(config.source, config.source_sha256)
     policy = plan.store.open(plan.models[0].ref)
     _require_readable(config, lines, policy)
-    groups = _groups(config, lines, plan.inputs.get("prompts"))
+    prompts = plan.inputs.get("prompts")
+    if prompts is not None:
+        require_readable_ids(prompts, policy, plan.store.open)
+    groups = _groups(config, lines, prompts)
     rows = _rows(plan, lines.values(), groups, policy)
     schema = rollouts_kind.SCHEMA if config.turns is None else rollouts_kind.OF_TURNS
     writer.write_table(pa.Table.from_pylist(rows, schema))
@@ -200,7 +202,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """Return rows of rollouts/1, or of rollouts/2 if some line has turns."""
     sampling = plan.config.sampling
-    end_ids = {*checkpoints.end_token_ids(policy), *sampling.stop_token_ids}
+    end_ids = {*stop_ids_of(sampling, policy)}
     texts = Texts.of(policy, end_ids)
     counts: Counter[str] = Counter()
     rows = []

@@ -34,7 +34,7 @@ class Sampling(Config):
 
     temperature: float = Field(default=1.0, ge=0)
     """Divides the logits. 0 takes the likeliest id (evaluation only: such rows cannot be trained
-    on)."""
+    on). `generate` takes 0 or at least 0.01."""
     max_tokens: int = Field(default=256, ge=1, lt=2**31)
     """Maximum ids of a completion, the end token included. Prompt and completion together must fit
     the context."""

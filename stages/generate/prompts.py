@@ -1,12 +1,13 @@
 """Select the prompts to answer: they must leave room for the completion. Nothing is ever cut.
 
-Ids outside the policy's vocabulary, and empty prompts, are errors.
+Ids outside the policy's vocabulary or that are other tokens to it, and empty prompts, are errors.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,7 @@ from quiver.stages.core.store import Version
 from quiver.stages.model import checkpoints
 from quiver.stages.model.media import WORDS
 from quiver.stages.model.media.processor import require_senses
+from quiver.stages.model.same_tokens import require_same_tokens
 
 from .config import Config
 
@@ -90,6 +92,16 @@ def select_prompts(
     if config.turns is not None:
         longest = min(longest - max_tokens + config.turns.most_read_tokens, context)
     return table.filter(pa.array(fits)), dropped, longest
+
+
+def require_readable_ids(prompts: Version, policy: Version, open: Callable[[str], Version]) -> None:
+    """Raise LineageError if an id of the prompts is another token to `policy` than to the policy
+    that they were rendered for, which `open` opens."""
+    renderer = prompts.manifest.model("policy")
+    if renderer is not None:
+        ids = pc.unique(pc.list_flatten(prompts.table(["prompt_ids"])["prompt_ids"])).to_pylist()
+        next = "render the prompts again with this policy"
+        require_same_tokens(renderer, open, policy, next=next, among=set(ids))
 
 
 def _require_read(config: Config, prompts: Version, policy: Version, table: pa.Table) -> None:

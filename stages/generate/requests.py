@@ -22,7 +22,7 @@ import pyarrow as pa
 from quiver.schemas.errors import NumericError, QuiverError, SchemaError, printable
 from quiver.schemas.rollouts import FINISH_REASONS
 
-from .engine import Completion, Request
+from .engine import ENGINES, Completion, Request
 from .rows import Rows
 from .texts import Texts
 
@@ -85,6 +85,13 @@ class Requests:
         ids = [completion.completion_ids for completion in finished]
         return self.rows.table(start, finished, self.texts.decode_all(ids))
 
+    def require_completion(self, answer: object) -> None:
+        """Raise SchemaError unless an answer is a Completion with the index of a row."""
+        if not isinstance(answer, Completion):
+            raise self._error(f"it answered with {type(answer).__name__}, expected a Completion")
+        if not isinstance(answer.index, int | np.integer):
+            raise self._error(f"it answered row {type(answer.index).__name__}, expected an int")
+
     def check(self, completion: Completion, max_tokens: int) -> None:
         """Check a completion and mark its row as answered.
 
@@ -123,6 +130,9 @@ class Requests:
             raise self._error(
                 f"{row}: finish_reason {reason}, expected one of {', '.join(FINISH_REASONS)}"
             )
+        if not isinstance(completion.stop_reason, str | None):
+            found = type(completion.stop_reason).__name__
+            raise self._error(f"{row}: stop_reason is {found}, expected str or None")
         impossible = logprobs[~np.isfinite(logprobs) | (logprobs > 1e-4)]
         if len(impossible):
             raise self._error(
@@ -140,9 +150,13 @@ class Requests:
             )
 
     def _error(self, message: str, kind: type[QuiverError] = SchemaError) -> QuiverError:
+        name = self.rows.config.engine
+        next = "run the same command again" if name in ENGINES else "correct the engine"
+        if kind is NumericError:  # the same weights give the same again
+            next = f"{'look' if name in ENGINES else f'{next}, or look'} at the policy's weights"
         return kind(
-            f"engine {self.rows.config.engine}",
+            f"engine {name}",
             message,
             state="nothing of this shard was written; finished shards are kept.",
-            next="run the same command again",
+            next=next,
         )

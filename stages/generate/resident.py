@@ -25,7 +25,7 @@ from quiver.stages.core.store.writer import Writer
 from quiver.stages.model.loading import verify_model
 
 from .config import Config
-from .engine import Engine, Setup, make_engine
+from .engine import Engine, Setup, errors_of_own, info_of, make_engine
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,8 @@ class ResidentEngine:
 
     def close(self) -> None:
         """Free what the engine holds."""
-        self.engine.close()
+        with errors_of_own(self.made_for[0]):
+            self.engine.close()
 
 
 @contextmanager
@@ -96,7 +97,7 @@ def resident_or_fresh_engine(config: Config, setup: Setup, writer: Writer) -> It
         finally:
             # For a damaged file this error is clearer than the engine's own.
             verification.result()
-    writer.report_fields["engine"] = dict(resident.engine.info)
+    writer.report_fields["engine"] = info_of(config.engine, resident.engine)
     if resident.num_policies > 1:
         writer.report_fields["engine"] |= {"resident": True, "policies": resident.num_policies}
     this_process.resident_engine = None

@@ -19,7 +19,7 @@ from quiver.schemas.errors import printable
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.turns.statistics import first_failure, measure
 
-from .engine import Engine
+from .engine import Engine, errors_of_own
 from .requests import Requests
 from .rows import Rows
 
@@ -76,13 +76,17 @@ class Shards:
 
     def _answers(self, engine: Engine, requests: Requests) -> Iterator[None]:
         """Yield after each answer of the engine, and once more when it has no more for now."""
-        completions = engine.generate(requests)
+        name = self._rows.config.engine
+        with errors_of_own(name):
+            completions = iter(engine.generate(requests))
         while True:
             with self._writer.phase("generate"):
-                completion = next(completions, None)
+                with errors_of_own(name):
+                    completion = next(completions, None)
                 if completion is None:
                     requests.settle()
             if completion is not None:
+                requests.require_completion(completion)
                 requests.answer(completion)
             self._num_tokens = self._writer.report_fields["tokens"] = requests.num_tokens
             yield

@@ -6,8 +6,9 @@ Finished shards are kept: a restart makes only the others, with the same rollout
 rows. A rollout's seed is a hash of the recipe's seed, the round, its group and its number in the
 group (`rows.py`). The engine loads the policy's folder in `config.dtype`, whatever dtype the files
 have, after their hashes were compared with the manifest's. Refused: prompts with ids that the
-policy does not have, prompts that leave no room for max_tokens (`overlong = "drop"` counts and
-lists them instead; nothing is ever cut), and malformed answers of an engine.
+policy does not have, or that were rendered for a policy to which they are other tokens; prompts
+that leave no room for max_tokens (`overlong = "drop"` counts and lists them instead; nothing is
+ever cut); and malformed answers of an engine.
 
     run_stage("generate", Config(samples_per_prompt=8), store, prompts="arith/prompts@1",
         policy="arith/policy@0")
@@ -32,7 +33,7 @@ from .ends import end_ids_of_generation_config, stop_ids_of, unknown_end, warn_o
 from .engine import ENGINES, Setup, code_hash, engine_options
 from .opening import request_maker, with_code_hashes
 from .options import VllmOptions
-from .prompts import context_limit, most_media, select_prompts
+from .prompts import context_limit, most_media, require_readable_ids, select_prompts
 from .requests import Requests
 from .resident import resident_or_fresh_engine
 from .rows import Rows
@@ -80,12 +81,13 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
 def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     """Sample the missing shards; if none is missing, no engine is started.
 
-    Raises ConfigError, SchemaError, NumericError or ResourceError.
+    Raises ConfigError, LineageError, SchemaError, NumericError or ResourceError.
     """
     config = plan.config
     writer = writers["rollouts"]
     policy = plan.store.open(plan.models[0].ref)
     prompts, dropped, longest = select_prompts(config, plan.inputs["prompts"], policy)
+    require_readable_ids(plan.inputs["prompts"], policy, plan.store.open)
     # rollout ids begin with 8 digits of the run key, so the same work gives the same ids
     rows = Rows(prompts, config, plan.run_key[:8])
     shards = Shards(writer, rows)
@@ -137,7 +139,7 @@ def engine_setup(
     return Setup(
         policy=policy,
         sampling=config.sampling,
-        stop_ids=stop_ids_of(config, policy),
+        stop_ids=stop_ids_of(config.sampling, policy),
         max_model_len=min(room, context_limit(config, policy)),
         dtype=config.dtype,
         device=config.device,

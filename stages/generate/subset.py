@@ -30,7 +30,7 @@ class Config(common.Config):
 
     prompts: int = Field(default=64, ge=1)
     """Number of prompts; all of them if there are fewer."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     """Seed of the draw."""
 
 

@@ -5,7 +5,8 @@ again, an exponential moving average.
 
 The result is a policy version of its own (the flow writes it into the run `<run>.ref`), so it has a
 hash and a lineage. It can be loaded, evaluated or give logprobs like any other. Models whose
-weights have other names or shapes are refused.
+weights have other names or shapes are refused, and a tokenizer with another token for some id,
+special tokens aside.
 
     run_stage("average", Config(rate=0.1), store, reference="arith/policy@0",
         policy="arith/policy@3", into="arith.ref")
@@ -27,8 +28,10 @@ from quiver.stages.core.store import Store
 from quiver.stages.core.store.writer import Writer
 from quiver.stages.model import checkpoints
 from quiver.stages.model.loading import empty_model, verify_model
+from quiver.stages.model.same_tokens import require_same_tokens
 
 STAGE_VERSION = 1
+_ADVICE = "average two versions of one model"
 
 
 class Config(Base):
@@ -82,8 +85,18 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     reference, policy = (plan.store.open(model.ref) for model in plan.models)
     verify_model(reference)
     verify_model(policy)
+    require_same_tokens(plan.models[0], plan.store.open, policy, next=_ADVICE, ignore_special=True)
+    model = empty_model(policy)
+    # Of the model, not of its file, which may also hold a tied head or masks.
+    names = [
+        {name for name, _ in each.named_parameters()} for each in (model, empty_model(reference))
+    ]
+    lost = sorted(names[1] - names[0])
+    if lost:
+        problem = f"has weight {lost[0]}, which {policy.ref} lacks"
+        raise LineageError(str(reference.ref), problem, next=_ADVICE)
     with writer.phase("average"), storage_errors(plan.name), ExitStack() as stack:
-        prefix = f"{empty_model(policy).base_model_prefix}."
+        prefix = f"{model.base_model_prefix}."
         places = {}
         for path in reference.files.folder.glob("*.safetensors"):
             file = stack.enter_context(safe_open(path, "pt"))
@@ -103,7 +116,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
                         str(reference.ref),
                         f"weight {key}: expected shape {list(weight.shape)}, found "
                         + ("nothing" if old is None else f"shape {list(old.shape)}"),
-                        next="average two versions of one model",
+                        next=_ADVICE,
                     )
                 weights[key] = torch.lerp(old.float(), weight.float(), plan.config.rate)
             save_file(weights, writer.folder / name, {"format": "pt"})

@@ -23,13 +23,14 @@ from collections.abc import Callable, Mapping
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import LineageError, NumericError, printable
+from quiver.schemas.errors import LineageError, NumericError
 from quiver.schemas.manifest import ModelEntry
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import Writer, shard_rows
 from quiver.stages.model import checkpoints
 from quiver.stages.model.loading import base_of, check_rows, short_of_memory
+from quiver.stages.model.same_tokens import require_same_tokens
 
 from .config import Config
 
@@ -83,7 +84,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     check_rows(table, str(rollouts.ref), policy)
     sampler = rollouts.manifest.model("policy")
     if sampler is not None:
-        require_same_tokens(plan.config, sampler, plan.store.open, policy)
+        require_tokens_of(plan.config, sampler, plan.store.open, policy)
     num_tokens = 0
     size = shard_rows(len(table))
     forward_pass = media = None
@@ -126,7 +127,7 @@ def _count_tokens(column: pa.ChunkedArray) -> int:
     return pc.sum(pc.list_value_length(column)).as_py() or 0
 
 
-def require_same_tokens(
+def require_tokens_of(
     config: Config, sampler: ModelEntry, open: Callable[[str], Version], policy: Version
 ) -> None:
     """Raise LineageError unless each id is the same token for the `sampler` and for `policy`.
@@ -134,30 +135,11 @@ def require_same_tokens(
     `open` opens the sampler, if its tokenizer's files are others. `other_special_tokens` exempts
     special tokens.
     """
-    if sampler.tokenizer == checkpoints.model_entry("policy", policy).tokenizer:
-        return
-    tokenizers = [checkpoints.load_tokenizer(each) for each in (open(sampler.ref), policy)]
-    differing = set.difference(*(set(tokenizer.get_vocab().items()) for tokenizer in tokenizers))
-    special_ids = {
-        id
-        for tokenizer in tokenizers
-        for id, token in tokenizer.added_tokens_decoder.items()
-        if token.special
-    }
-    all_special = all(id in special_ids for _, id in differing)
-    if config.other_special_tokens:
-        differing = {(token, id) for token, id in differing if id not in special_ids}
-    if not differing:
-        return
-    token, id = min(differing, key=lambda entry: entry[1])
-    policy_token = tokenizers[1].convert_ids_to_tokens(id)
-    raise LineageError(
-        str(policy.ref),
-        f"its tokenizer is another than {sampler.ref} sampled with: {len(differing)} "
-        f"{'special ' if all_special else ''}ids are other tokens, such as {id}, expected "
-        f"{printable(repr(token))}, found "
-        f"{printable(repr(policy_token)) if policy_token else 'none'}",
-        next="set logprobs.other_special_tokens = true"
-        if all_special
-        else f"take a policy with the tokenizer of {sampler.ref}",
+    require_same_tokens(
+        sampler,
+        open,
+        policy,
+        next=f"take a policy with the tokenizer of {sampler.ref}",
+        next_if_special="set logprobs.other_special_tokens = true",
+        ignore_special=config.other_special_tokens,
     )

@@ -444,7 +444,7 @@ def end_token_ids(version: Version) -> list[int]:
     raise ConfigError(
         str(version.ref),
         "the model names no end token",
-        next="add eos_token_id to generation_config.json",
+        next="add eos_token_id to generation_config.json, or set ignore_eos = true in sampling",
     )
 
 

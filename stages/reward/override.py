@@ -69,10 +69,8 @@ def plan(config: Config, store: Store, refs: Refs, into: str | None = None) -> P
     """Plan the new version. `refs["rewards"]` names the rewards to correct. Raises LineageError."""
     rewards = store.open(refs["rewards"])
     sampled = rewards.manifest.input("rollouts")
-    if rewards.ref.kind != "rewards" or sampled is None:
-        raise LineageError(
-            str(rewards.ref), "is not a rewards version of saved rollouts", next="quiver ls"
-        )
+    if sampled is None:
+        raise LineageError(str(rewards.ref), "was not made of saved rollouts", next="quiver ls")
     return Plan(
         store=store,
         stage="override",

@@ -100,7 +100,7 @@ class Trajectory(_Part):
     """Reward of the whole. None: not scored, or the sum of the turns' rewards."""
     turns: list[Turn] | None = Field(default=None, min_length=1)
     paid: list[Reward | None] | None = None
-    """What the environment paid for each turn. Default: the turns' rewards."""
+    """What the environment paid for each of `turns`. Default: the turns' rewards."""
     messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
     """The prompt's chat, for people and rewards; `prompt_ids` are what the model read."""
     tools: list[dict[str, Any]] | None = None
@@ -125,8 +125,10 @@ class Trajectory(_Part):
                 f"logprobs has {len(self.logprobs)} items, completion_ids has "
                 f"{len(self.completion_ids)}"
             )
-        if self.paid is not None and len(self.paid) != len(self.turns or ()):
-            raise ValueError(f"paid has {len(self.paid)} items, turns has {len(self.turns or ())}")
+        if self.paid is not None and self.turns is None:
+            raise ValueError("paid: the line has no turns")
+        if self.paid is not None and len(self.paid) != len(self.turns):
+            raise ValueError(f"paid has {len(self.paid)} items, turns has {len(self.turns)}")
         return self
 
     @model_validator(mode="after")

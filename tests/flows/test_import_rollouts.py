@@ -22,7 +22,7 @@ from quiver.stages.core.store import Store
 from quiver.stages.model.loading import load_model
 from tests import episodes
 from tests.stages.optimize import world
-from tests.tiny import make_policy, tokenizer
+from tests.tiny import make_folder, make_policy, tokenizer
 from tests.writing import run_here
 
 RECIPE = """
@@ -260,6 +260,8 @@ def test_lines_that_say_no_temperature_have_that_of_the_import(
         ({"finish_reason": "done"}, "finish_reason"),
         ({"reward": 1e39}, "reward"),
         ({"logprob": [0]}, "unknown key logprob"),
+        ({"paid": []}, "paid: the line has no turns"),
+        ({"turns": TURNS, "paid": [1.0]}, "paid has 1 items, turns has 2"),
         ({"turns": TURNS[:1]}, "their lengths add up to 2"),
         ({"turns": [{**TURNS[0], "restart_ids": [4]}, TURNS[1]]}, "turns.0.restart_ids"),
         ({"turns": [TURNS[0], {**TURNS[1], "observation_ids": [4]}]}, "turns.1.observation_ids"),
@@ -331,6 +333,29 @@ def test_a_reward_of_the_whole_is_the_last_turns(workplace):
     take_over(workplace)
     rewards = Store(workplace / "store").open("tiny/rewards@1").table()
     assert rewards["turn_rewards"].to_pylist() == [[0.25, None], [None, 1.0]]
+
+
+def test_a_model_without_an_end_token_may_have_ignored_it(workplace):
+    """As for `generate`: then no id ends a turn, unless the import names it."""
+    folder = make_folder(workplace / "endless")
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, "eos_token_id": None}))
+    store = Store(workplace / "store")
+    policy = run_here("policy", {"model": str(folder)}, store, into="endless")
+    write(workplace, [GOOD])
+    source = workplace / "trajectories.jsonl"
+    with pytest.raises(ConfigError, match="names no end token") as caught:
+        commands.import_(source, str(policy), store=store.url)
+    assert "ignore_eos = true" in caught.value.next
+    for number, settings, reason in (
+        (1, [], "length"),
+        (2, [f"sampling.stop_token_ids=[{GOOD['completion_ids'][-1]}]"], "stop"),
+    ):
+        settings += ["sampling.ignore_eos=true"]
+        commands.import_(source, str(policy), store=store.url, settings=settings)
+        rows = store.open(f"endless/rollouts@{number}").table()
+        assert rows["finish_reason"].to_pylist() == [reason]
 
 
 def test_what_a_line_does_not_say_is_filled_in(workplace):

@@ -147,7 +147,7 @@ def test_an_evaluation_of_other_prompts_or_scores_is_no_baseline(store):
         words = r"cannot be the baseline: its prompts are .*, expected held/prompts@1"
         with pytest.raises(LineageError, match=words):
             evaluate(store, scored, foreign)
-    with pytest.raises(LineageError, match="its prompts are unknown"):
+    with pytest.raises(LineageError, match="is not a version of evaluations"):
         evaluate(store, scored, held_out)
     strict = evaluate(store, scored, threshold=0.5)
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from itertools import islice
 
 import numpy as np
@@ -11,6 +12,7 @@ from quiver.schemas import fields, prompts
 from quiver.stages.core.config import Config
 from quiver.stages.core.store import Store, Version
 from quiver.stages.generate.engine import Completion
+from quiver.stages.model.checkpoints import model_entry
 from tests.writing import begin
 
 
@@ -22,9 +24,14 @@ class Made(Config):
 
 
 def make_prompts(
-    store: Store, ids: list[list[int]], run: str = "tiny", **metrics: object
+    store: Store,
+    ids: list[list[int]],
+    run: str = "tiny",
+    renderer: Version | None = None,
+    **metrics: object,
 ) -> Version:
-    """A prompts version with these ids; groups g0, g1, …"""
+    """A prompts version with these ids, of the renderer's tokenizer; groups g0, g1, …"""
+    models = (model_entry("policy", renderer),) if renderer else ()
     schema = fields.with_struct(prompts.SCHEMA, columns=pa.struct([pa.field("answer", pa.int64())]))
     table = pa.table(
         {
@@ -38,9 +45,8 @@ def make_prompts(
         },
         schema=schema,
     )
-    with begin(
-        store, run, "prompts", stage="prompt", stage_version=1, config=Made(ids=ids), inputs={}
-    ) as work:
+    about = {"stage": "prompt", "stage_version": 1, "config": Made(ids=ids), "inputs": {}}
+    with begin(store, run, "prompts", **about, models=models) as work:
         if work.done:
             return work.done
         work.write(0, table)
@@ -90,6 +96,41 @@ class Dies(Honest):
         if request.index == 2:
             raise RuntimeError("the engine is gone")
         yield good(request.index)
+
+
+class Mistakes(Honest):
+    """Makes the mistake that `options.mistake` names."""
+
+    def __init__(self, setup) -> None:
+        super().__init__(setup)
+        self.mistake = setup.options["mistake"]
+        if self.mistake == "init":
+            raise KeyError("licence")
+        if self.mistake == "info":
+            self.info = {"name": "mine", "loss": np.float32(1)}
+        if self.mistake == "no info":
+            self.info = None
+
+    def generate(self, requests):
+        if self.mistake == "nothing":
+            return None
+        if self.mistake == "list":
+            return [good(request.index) for request in requests]
+        return super().generate(requests)
+
+    def answers(self, request):
+        if self.mistake == "generate":
+            raise KeyError("licence")
+        if self.mistake == "disk":
+            raise OSError(errno.ENOSPC, "no space left on device")
+        completion = good(request.index, stop_reason=2 if self.mistake == "stop_reason" else "2")
+        if self.mistake == "index":
+            completion = completion._replace(index=[request.index])
+        yield tuple(completion) if self.mistake == "tuple" else completion
+
+    def close(self) -> None:
+        if self.mistake == "close":
+            raise KeyError("licence")
 
 
 class Forgets(Honest):

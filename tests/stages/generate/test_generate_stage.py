@@ -14,11 +14,18 @@ import pyarrow as pa
 import pytest
 
 from quiver.flows.verification import verify
-from quiver.schemas.errors import ConfigError, CorruptError, NumericError, SchemaError
+from quiver.schemas.errors import (
+    ConfigError,
+    CorruptError,
+    LineageError,
+    NumericError,
+    ResourceError,
+    SchemaError,
+)
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store, sharing, writer
-from quiver.stages.generate import shards, stage
+from quiver.stages.generate import shards, stage, subset
 from quiver.stages.generate.prompts import select_prompts
 from quiver.stages.generate.requests import Requests
 from quiver.stages.generate.rows import Rows, row_seed
@@ -27,6 +34,7 @@ from quiver.stages.model import checkpoints
 from tests.stages.generate import making
 from tests.stages.generate.making import good, make_prompts, random_prompts
 from tests.tiny import EOS, make_folder, make_policy
+from tests.tokens import swap, with_tokenizer
 
 MAKING = "tests.stages.generate.making"
 stage_run = partial(run_stage, "generate", in_process=True)
@@ -110,15 +118,36 @@ def test_no_speed_is_told_while_most_rows_are_under_way(store, policy, caplog, m
     assert len(lines) > 3
 
 
+def with_ends(store, folder, ids):
+    """The policy with these end tokens, in a run named like its folder."""
+    path = make_folder(folder) / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ids}))
+    config = {"model": str(folder)}
+    return store.open(run_stage("policy", config, store, into=folder.name, in_process=True))
+
+
+def test_end_tokens_outside_the_vocabulary_end_nothing(store, tmp_path, caplog):
+    """An engine would look for their logits."""
+    prompts = make_prompts(store, [[5, 7]])
+    sampling = {"max_tokens": 4, "min_tokens": 2}
+    policy = with_ends(store, tmp_path / "some", [EOS, 9999])
+    for engine in ("scripted", "transformers"):
+        version = run(store, prompts, policy, engine=engine, sampling=sampling)
+        assert version.manifest.rows == 3
+        (line,) = (line for line in caplog.messages if "9999" in line)
+        assert "some/policy@0: its end tokens [9999] are outside" in line
+        caplog.clear()
+    policy = with_ends(store, tmp_path / "all", [9999])
+    with pytest.raises(ConfigError, match=r"end tokens \[9999\] are outside") as caught:
+        run(store, prompts, policy, sampling=sampling)
+    assert "generation_config.json" in caught.value.next
+    assert run(store, prompts, policy, sampling={"max_tokens": 4, "ignore_eos": True})
+
+
 def test_policies_with_other_end_tokens_are_other_work(store, tmp_path):
     """generation_config.json names them, which no hash of a model covers."""
-    policies = []
-    for name, ids in (("plain", EOS), ("more", [EOS, 1]), ("again", [1, EOS])):
-        folder = make_folder(tmp_path / name)
-        path = folder / "generation_config.json"
-        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": ids}))
-        ref = run_stage("policy", {"model": str(folder)}, store, into=name, in_process=True)
-        policies.append(store.open(ref))
+    named = (("plain", EOS), ("more", [EOS, 1]), ("again", [1, EOS]))
+    policies = [with_ends(store, tmp_path / name, ids) for name, ids in named]
     assert len({checkpoints.model_entry("policy", policy).weights for policy in policies}) == 1
     prompts = make_prompts(store, [[5, 7, 9]])
     echo = {"options": {"script": "echo"}}
@@ -149,6 +178,20 @@ def test_same_work_is_already_done_and_other_work_is_not(store, policy, tmp_path
         path.write_text(f"def answer(prompt_ids, seed):\n    return [{last}]\n")
         edited = run(store, prompts, policy, options={"script": f"{path}:answer"})
         assert rows_of(edited)[0]["completion_ids"] == [last, EOS]
+    (tmp_path / "moved").mkdir()
+    moved = path.rename(tmp_path / "moved" / path.name)
+    assert run(store, prompts, policy, options={"script": f"{moved}:answer"}).ref == edited.ref
+
+
+def test_an_option_of_your_own_engine_keeps_its_folder(store, policy):
+    """Nothing hashes the files that it names, `script` neither."""
+    prompts = make_prompts(store, [[5]])
+    own = {"engine": f"{MAKING}:Honest"}
+    refs = {
+        run(store, prompts, policy, **own, options={"script": f"{folder}/plan.txt"}).ref
+        for folder in ("a", "b")
+    }
+    assert len(refs) == 2
 
 
 def test_shards_grow_with_the_rollouts(store, policy, monkeypatch):
@@ -262,6 +305,45 @@ def test_rows_are_answered_in_any_order_and_none_is_left_out(requests):
     assert requests.is_done() and requests.num_tokens == 12
 
 
+@pytest.mark.parametrize(
+    ("mistake", "error", "words"),
+    [
+        ("init", ConfigError, "raised KeyError: 'licence'"),
+        ("generate", ConfigError, "raised KeyError: 'licence'"),
+        ("close", ConfigError, "raised KeyError: 'licence'"),
+        ("nothing", ConfigError, "raised TypeError: 'NoneType' object is not iterable"),
+        ("info", ConfigError, "info must be a dict of plain values: .* float32"),
+        ("no info", ConfigError, "info must be a dict of plain values: it is NoneType"),
+        ("tuple", SchemaError, "it answered with tuple, expected a Completion"),
+        ("index", SchemaError, "it answered row list, expected an int"),
+        ("stop_reason", SchemaError, "row 0: stop_reason is int, expected str or None"),
+    ],
+)
+def test_a_mistake_of_your_own_engine_is_no_bug_in_quiver(store, policy, mistake, error, words):
+    own = f"{MAKING}:Mistakes"
+    with pytest.raises(error, match=words) as caught:
+        run(store, make_prompts(store, [[5]]), policy, engine=own, options={"mistake": mistake})
+    assert caught.value.object == f"engine {own}"
+    assert caught.value.next.startswith("correct the engine")
+
+
+def test_what_is_not_your_engines_fault_passes(store, policy):
+    """A list of answers is as good as an iterator; a full disk is told as such."""
+    own = {"engine": f"{MAKING}:Mistakes"}
+    prompts = make_prompts(store, [[5]])
+    version = run(store, prompts, policy, **own, options={"mistake": "list"})
+    assert version.table()["completion_ids"].to_pylist() == [[5, 2]] * 3
+    with pytest.raises(ResourceError, match="the disk is full"):
+        run(store, prompts, policy, **own, options={"mistake": "disk"})
+
+
+def test_a_logprob_that_is_no_number_sends_to_the_weights(requests):
+    """Sampling again gives the same."""
+    with pytest.raises(NumericError) as caught:
+        requests.answer(good(0, logprobs=float32(-0.5, np.nan)))
+    assert "the policy's weights" in caught.value.next
+
+
 def test_an_engine_that_leaves_a_row_out_is_not_asked_for_ever(store, policy):
     prompts = make_prompts(store, [[5], [6]])
     with pytest.raises(SchemaError, match="1 of 6 rows were never answered, the first is row 2"):
@@ -290,7 +372,7 @@ def test_work_that_another_process_has_committed_is_not_done_to_its_end(store, p
 def test_finished_shards_outlive_an_engine_that_dies(store, policy, monkeypatch):
     prompts = make_prompts(store, [[5], [6]])
     given = {"engine": f"{MAKING}:Dies", "rows_per_shard": 2}
-    with pytest.raises(RuntimeError, match="gone"):
+    with pytest.raises(ConfigError, match="raised RuntimeError: the engine is gone"):
         run(store, prompts, policy, **given)
     assert store.numbers("tiny", "rollouts") == []
     asked = []
@@ -334,6 +416,18 @@ def test_ids_that_the_policy_does_not_know(store, policy, ids, stop_token_ids, e
     given = config(sampling={"max_tokens": 8, "stop_token_ids": stop_token_ids})
     with pytest.raises(error, match=words):
         select_prompts(given, make_prompts(store, ids), policy)
+
+
+def test_prompts_of_another_tokenizer_are_refused(store, policy, tmp_path):
+    """The policy would read other words. Only the ids of the prompts count."""
+    prompts = make_prompts(store, [[5, 6, 299], [7]], renderer=policy)
+    swapped = make_prompts(store, [[5, 6, 301], [7]], renderer=policy)
+    other = with_tokenizer(store, tmp_path, "other", swap)
+    assert run(store, prompts, other).manifest.rows == run(store, swapped, policy).manifest.rows
+    with pytest.raises(LineageError, match=r"another than tiny/policy@0's: 1 ids .* 301") as caught:
+        run(store, swapped, other)
+    assert caught.value.object == str(other.ref)
+    assert caught.value.next == "render the prompts again with this policy"
 
 
 @pytest.mark.parametrize(
@@ -387,6 +481,7 @@ ENGINE_ARGS = (
         ({"sampling": {"temperature": 0}}, "temperature 0 gives 3 equal samples"),
         ({"sampling": {"min_tokens": 9, "max_tokens": 8}}, "min_tokens 9 is above max_tokens 8"),
         ({"sampling": {"temperature": -1}}, "sampling.temperature"),
+        ({"sampling": {"temperature": 0.0099}}, r"temperature 0\.0099 is below 0\.01, .* take 0"),
         ({"sampling": {"stop": ["", "a"]}}, "an empty text would end a completion at once"),
         ({"engine": "scriptd"}, r"no such engine.* did you mean scripted\?"),
         *(
@@ -399,6 +494,9 @@ def test_wrong_config_is_named(changed, words):
     with pytest.raises(ConfigError, match=words):
         config(**changed)
     assert config(engine="vllm", options={"engine_args": {"quantization": "fp8"}})
+    assert config(sampling={"temperature": 0.01})
+    with pytest.raises(ConfigError, match=r"seed: .* greater than or equal to 0"):
+        parse(subset.Config, {"seed": -1}, "stage subset")
 
 
 @pytest.mark.parametrize("engine", ["Honest", "Waits", "Chokes"])

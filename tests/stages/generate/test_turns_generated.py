@@ -220,7 +220,7 @@ def test_shards_and_restarts_change_nothing(store, policy, names, monkeypatch):
     expected = run(store, policy, names).table()
     monkeypatch.setenv("SCRIPT", names["script"])
     tired = {"engine": f"{MAKING}:Tires", "options": {}, "rows_per_shard": 2}
-    with pytest.raises(RuntimeError, match="tired"):
+    with pytest.raises(ConfigError, match="raised RuntimeError: tired"):
         run(store, policy, names, **tired)
     monkeypatch.setenv("AWAKE", "yes")
     version = run(store, policy, names, **tired)

@@ -4,12 +4,14 @@ that does not match."""
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from quiver.schemas.errors import CorruptError, LineageError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.model.loading import load_model
 from tests.stages.optimize.world import weights
 from tests.tiny import make_folder, make_policy
+from tests.tokens import rename, swap, with_tokenizer
 
 
 def average(store, reference, policy, rate):
@@ -79,6 +81,52 @@ def test_weights_that_are_not_what_was_written_are_not_averaged(store, policy, d
     with pytest.raises(CorruptError, match="sha256"):
         average(store, *versions, 0.5)
     assert store.numbers("tiny.ref", "policy") == []
+
+
+def other_model(store, folder, **changed):
+    """A policy whose config differs in `changed` from the tiny one's, in a run named like its
+    folder."""
+    config = AutoConfig.from_pretrained(make_folder(folder))
+    config.update(changed)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = {"model": str(folder)}
+    return store.open(run_stage("policy", model, store, into=folder.name, in_process=True))
+
+
+def test_a_reference_with_more_weights_is_refused(store, policy, tmp_path):
+    """They would be left out of the mixture."""
+    for changed, name in (
+        ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight"),
+        ({"tie_word_embeddings": False}, "lm_head.weight"),
+    ):
+        other = other_model(store, tmp_path / "".join(changed).replace("_", "."), **changed)
+        with pytest.raises(LineageError, match=f"{name}, which tiny/policy@0 lacks") as caught:
+            average(store, other, policy, 0.5)
+        assert caught.value.object == str(other.ref)
+    assert store.numbers("tiny.ref", "policy") == []
+
+
+def test_what_a_models_files_hold_besides_its_weights_is_no_other_model(store, policy, tmp_path):
+    """The hub's GPT-2 has masks in its file; many files hold a tied head once more."""
+    path = make_folder(tmp_path / "more", seed=1) / "model.safetensors"
+    old = load_file(path)
+    more = {"lm_head.weight": old["model.embed_tokens.weight"].clone(), "mask": torch.ones(3)}
+    save_file({**old, **more}, path, {"format": "pt"})
+    model = {"model": str(path.parent)}
+    other = store.open(run_stage("policy", model, store, into="more", in_process=True))
+    assert weights(average(store, other, policy, 0.5)).keys() == old.keys()
+
+
+def test_another_tokenizer_is_refused(store, policy, tmp_path):
+    """Rows of the embedding would be mixed that belong to other tokens."""
+    for changes, is_refused in (((swap,), True), ((rename,), False)):
+        name = changes[0].__name__
+        other = with_tokenizer(store, tmp_path / name, name, *changes)
+        if is_refused:
+            with pytest.raises(LineageError, match="2 ids are other tokens, such as 300"):
+                average(store, other, policy, 0.5)
+        else:
+            assert average(store, other, policy, 0.5)
 
 
 def test_other_models_are_refused(store, policy):

@@ -1,7 +1,6 @@
 """The logprobs stage against transformers' own forward pass, one rollout at a time; its refusals; its
 use in a training."""
 
-import json
 from functools import partial
 
 import pytest
@@ -17,6 +16,7 @@ from quiver.stages.model.loading import load_model
 from quiver.stages.model.ragged import Ragged
 from tests.stages.optimize import world
 from tests.tiny import make_folder, make_policy, plain_logprobs
+from tests.tokens import make_special, rename, swap, with_tokenizer
 from tests.writing import ids_asked_for
 
 run = partial(run_stage, "logprobs", in_process=True)
@@ -126,41 +126,6 @@ def test_proximal_logprobs_are_of_the_policy_that_sampled(store, policy, other, 
     ) as caught:
         score(store, few, other, role="prox")
     assert caught.value.next == f"give {policy.ref}"
-
-
-def with_tokenizer(store, folder, run, *changes):
-    """`run/policy@0`: the tiny policy with changes in its tokenizer's JSON."""
-    path = make_folder(folder / run, seed=2) / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    for change in changes:
-        change(tokenizer)
-    path.write_text(json.dumps(tokenizer))
-    config = {"model": str(path.parent)}
-    return store.open(run_stage("policy", config, store, into=run, in_process=True))
-
-
-def swap(tokenizer):
-    """Two tokens have each other's id."""
-    vocabulary = tokenizer["model"]["vocab"]
-    a, b = (token for token, id in vocabulary.items() if id in (300, 301))
-    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
-
-
-def rename(tokenizer):
-    """The end token has another name."""
-    tokenizer["added_tokens"][2]["content"] = "<|end|>"
-    tokenizer["model"]["vocab"]["<|end|>"] = tokenizer["model"]["vocab"].pop("<|im_end|>")
-
-
-def make_special(tokenizer):
-    """An ordinary token becomes a control token of another name."""
-    vocabulary = tokenizer["model"]["vocab"]
-    (token,) = (token for token, id in vocabulary.items() if id == 300)
-    vocabulary["<|tool|>"] = vocabulary.pop(token)
-    merges = tokenizer["model"]["merges"]
-    tokenizer["model"]["merges"] = [pair for pair in merges if token not in (*pair, "".join(pair))]
-    control = {**tokenizer["added_tokens"][2], "id": 300, "content": "<|tool|>"}
-    tokenizer["added_tokens"].append(control)
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_unknown_rollouts_and_other_kinds_are_refused(store, paid, replace):
     why = r"override 0-sum-9999-0.*arith/rewards@1 has no such rollout"
     with pytest.raises(ConfigError, match=why):
         replace(paid, {"0-sum-0-0": 1.0, "0-sum-9999-0": 1.0})
-    with pytest.raises(LineageError, match="is not a rewards version"):
+    with pytest.raises(LineageError, match="is not a version of rewards"):
         replace(store.open("arith/rollouts@1"), {"0-sum-0-0": 1.0})
     assert store.numbers("arith", "rewards") == [1]
 

@@ -3,17 +3,22 @@ keep their type on the way back."""
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from quiver import run_stage
-from quiver.schemas.errors import ConfigError
+from quiver.schemas.errors import ConfigError, LineageError
+from quiver.schemas.refs import KINDS
+from quiver.stages import MODULES
 from quiver.stages.core.run import runner, stage_process
 from quiver.stages.core.run.call import Call, Where, quiver_version
+from quiver.stages.core.run.roles import RequiredRefs, kind_of
 from quiver.stages.core.run.runner import find_or_make, find_outcome, run_call
 from quiver.stages.core.run.stage import Plan, is_made_alike
 from quiver.stages.core.run.stage_process import StageProcess
@@ -110,6 +115,43 @@ def test_what_can_not_be_shared_or_is_no_stage_says_so(store, policy):
         find_or_make(call)
     with pytest.raises(ConfigError, match="expected one of policy, prompt"):
         find_outcome(Call("promt", {}, store.url))
+
+
+@pytest.mark.parametrize(
+    ("stage", "refs", "words"),
+    [
+        ("generate", {"prompts": "a/rollouts@1", "policy": "a/policy@0"}, "rollouts@1.* of prompts"),
+        ("generate", {"prompts": "a/prompts@1", "policy": "a/rewards@2"}, "rewards@2.* of policy"),
+        ("logprobs", {"rollouts": "a/prompts@1", "policy": "a/policy@0"}, "prompts@1.* of rollouts"),
+        ("subset", {"rollouts": "a/prompts@best"}, "prompts@best.* of rollouts"),
+        ("override", {"rewards": "a/rollouts@1"}, "rollouts@1.* of rewards"),
+        ("average", {"reference": "a/rollouts@1", "policy": "a/policy@0"}, "rollouts@1.* of policy"),
+        ("reward", {"rollouts": "a/rollouts@1", "retry": "a/policy@0"}, "policy@0.* of rewards"),
+        ("evaluate", {"baseline": "a/rewards@1"}, "rewards@1.* of evaluations"),
+        ("optimize", {"policy": "a/policy@0", "rollouts": ["a/rollouts@1", "a/rewards@1"]}, "rewards@1.* of rollouts"),
+        ("optimize", {"ref_logprobs": ["a/rollouts@2"]}, "rollouts@2.* of logprobs"),
+        ("prompt", {"policy": "a/policy@0", "rewards": "a/policy@0"}, "policy@0.* of rewards"),
+    ],
+)  # fmt: skip
+def test_a_version_of_another_kind_is_refused_to_every_stage(stage, refs, words):
+    """Before anything is opened: no store is needed."""
+    given = RequiredRefs(stage, refs)
+    with pytest.raises(LineageError, match=words):
+        for role in refs:
+            given[role]
+    with pytest.raises(LineageError, match=words):
+        for role in refs:
+            given.get(role)
+
+
+def test_every_role_of_a_stage_has_a_kind():
+    """A new role has a kind's name, or is entered beside it."""
+    asked = set()
+    for module in MODULES.values():
+        source = Path(find_spec(module).origin).read_text()
+        asked.update(re.findall(r'\brefs(?:\.get\(|\[)"(\w+)"', source))
+    assert len(asked) > 6
+    assert {kind_of(role) for role in asked} <= set(KINDS)
 
 
 def test_a_stage_that_knows_no_ranks_is_refused_to_the_second_one(store, tmp_path, monkeypatch):
