@@ -27,8 +27,8 @@ def fill_cut_scores(
 ) -> tuple[pa.Table, dict[str, Any]]:
     """Fill in the null scores of answers that were cut off, by the rule `config.unscored`.
 
-    The worst score is the lowest of this evaluation and of its baseline, and at most 0. So a cut
-    answer never counts as more here than in the baseline.
+    The worst score is the lowest of this evaluation and of its baseline, at most 0, and below the
+    threshold. So a cut answer is never correct, and never counts as more here than in the baseline.
 
     Returns the evaluations/1 table and, for the metrics, the number of scores that stay null
     (`null`), of cut answers (`limited`) and, if there are any, their score (`limited_score`).
@@ -61,7 +61,8 @@ def fill_cut_scores(
         if "baseline" in inputs:
             measured.append(inputs["baseline"].table(["score"])["score"])
         lowest = [pc.min(column).as_py() for column in measured]
-        number = min([number, *(score for score in lowest if score is not None)])
+        below = np.nextafter(np.float32(config.threshold), np.float32(-np.inf))
+        number = min([number, float(below), *(score for score in lowest if score is not None)])
     counted = pc.if_else(is_counted, pa.scalar(number, scores.type), scores)
     place = table.schema.get_field_index("score")
     table = table.set_column(place, table.schema.field(place), counted)
