@@ -201,7 +201,7 @@ def test_another_start_value_has_no_effect_on_a_later_policy_and_that_is_said(
     store, policy, inputs, caplog, coef, fields
 ):
     made, ref = inputs
-    caplog.set_level("INFO", "quiver.stages.optimize.stage")
+    caplog.set_level("INFO", "quiver.stages.optimize.inputs")
     given = {"max_staleness": 1, "learning_rate": 1e-9, **fields}
 
     def said(policy, value):
