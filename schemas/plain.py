@@ -7,6 +7,7 @@ Not of the spine: it is a stricter `json.loads`.
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import re
@@ -81,7 +82,8 @@ def problem_of(content: Any, *, bits: int = 0, with_texts: bool = True) -> str:
     """Describe the first problem in plain Python content, and its place; empty if there is none.
 
     A problem is a text, number or depth that `read_json`, or a consumer of its texts, would refuse.
-    Types are not checked.
+    So is a date or time, which TOML reads: JSON makes a text of it on the way to another process.
+    Other types are not checked.
 
     Args:
         bits: most bits of a whole number, including its sign. 0: at most `MOST_DIGITS` digits.
@@ -105,6 +107,8 @@ def problem_of(content: Any, *, bits: int = 0, with_texts: bool = True) -> str:
             problem = f"is a number of more than {MOST_DIGITS} digits"
         elif isinstance(node, float) and not math.isfinite(node):
             problem = "is not a finite number"
+        elif isinstance(node, datetime.date | datetime.time):
+            problem = "is a date or time: write it in quotes"
         if level >= MOST_LEVELS and isinstance(node, dict | list | tuple):
             problem = f"is nested more than {MOST_LEVELS} levels deep"
         if problem:
