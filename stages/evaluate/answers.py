@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas.rollouts import OF_EPISODES
 from quiver.stages.core.store import Version
-from quiver.stages.turns.statistics import LIMITS
+from quiver.stages.turns.statistics import were_cut
 
 from .config import Config
 
@@ -38,10 +38,7 @@ def fill_cut_scores(
     if config.unscored == "leave_out":
         return table, metrics
     rollouts = inputs["rollouts"]
-    is_episode = rollouts.manifest.kind_schema in OF_EPISODES
-    column = "end_reason" if is_episode else "finish_reason"
-    limits = pa.array(LIMITS if is_episode else ["length"])
-    is_cut = pc.is_in(rollouts.table([column])[column], value_set=limits)
+    is_cut = were_cut(rollouts)
     rewards = inputs["rewards"].table()
     errors = rewards["errors"].combine_chunks()
     # [rewards] bool: a scorer that decides the score raised an error.

@@ -17,6 +17,7 @@ from quiver.stages.core.config import Config
 from quiver.stages.core.run import runner
 from quiver.stages.core.store.retention import remove
 from quiver.stages.evaluate.statistics import paired_interval
+from tests import episodes
 from tests.stages.evaluate.held import ask, write
 from tests.writing import begin
 
@@ -96,6 +97,21 @@ def test_the_pull_of_two_rewards_by_hand(store):
         "toy-a-0": (1, -2),
         "toy-a-1": (0, 0),
     }
+
+
+def test_an_episode_that_any_limit_ended_was_cut(store, policy):
+    ends = ("max_turns", "answered")
+    rows = [
+        episodes.row(f"a-{number}", [episodes.turn(1)], end_reason=end)
+        for number, end in enumerate(ends)
+    ]
+    sampled = episodes.write(store, policy, rows)
+    paid = episodes.write_rewards(
+        store, sampled, lambda row: [float(row["end_reason"] == "answered")]
+    )
+    (lesson,) = teach(store, [str(paid.ref)])["rewards"]
+    (cut,) = [row for row in lesson["measures"] if row["measure"] == "share cut"]
+    assert cut["now"] == 0.5 and cut["then"] < 0.5
 
 
 def test_beta_is_the_rewards_own_deviation_and_scales_change_nothing(store):
