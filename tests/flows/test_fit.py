@@ -182,6 +182,7 @@ def test_the_command_line_ends_with_7_if_a_stage_does_not_fit(tmp_path, monkeypa
     assert [way["settings"] for way in optimize["fits_with"]] == [
         "optimize.processes = 2, optimize.shard = true",
         "optimize.processes = 2, optimize.shard = true, optimize.token_budget = 512",
+        'optimize.processes = 2, optimize.shard = true, optimize.optimizer = "adamw_8bit"',
     ]
     assert not (tmp_path / "store").exists()
 
