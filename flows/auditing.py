@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import LineageError
+from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.manifest import Manifest
 from quiver.stages.core.config import parse
 from quiver.stages.core.lineage import open_input
@@ -70,16 +71,29 @@ def by_recipe(recipe: Recipe, run: str, num_prompts: int) -> Judge:
     return judge
 
 
-def by_versions(store: Store, refs: Sequence[str]) -> Judge:
+@dataclass(frozen=True)
+class Named:
+    """A judge of rewards versions, by the content hash of the rollouts that they score."""
+
+    versions: dict[str, Version]
+
+    def __call__(self, rollouts: Version) -> Version | None:
+        return self.versions.get(rollouts.manifest.content_hash)
+
+
+def by_versions(store: Store, refs: Sequence[str]) -> Named:
     """Take the second reward from rewards versions, one for each rollouts version or a part of
-    it."""
-    versions = {}
+    it. Raises ConfigError if two are of the same rollouts."""
+    versions: dict[str, Version] = {}
     for ref in refs:
         version = open_rewards(store, ref)
         scored = open_input(store, version, "rollouts").manifest
         whole = scored.require_input("rollouts") if scored.stage == "subset" else scored
-        versions[whole.content_hash] = version
-    return lambda rollouts: versions.get(rollouts.manifest.content_hash)
+        other = versions.setdefault(whole.content_hash, version)
+        if other is not version:
+            problem = f"scores {whole.ref}, as {other.ref} does"
+            raise ConfigError(str(version.ref), problem, next="name one of the two")
+    return Named(versions)
 
 
 def audit(store: Store, run: str, judge: Judge, num_iterations: int) -> dict[str, Any]:
@@ -87,7 +101,7 @@ def audit(store: Store, run: str, judge: Judge, num_iterations: int) -> dict[str
 
     Args:
         num_iterations: Most iterations to look at, evenly spaced; the first and the last are among
-            them.
+            them. If `judge` names versions, all of their iterations are looked at, and no others.
 
     Returns:
         run: its name
@@ -100,11 +114,12 @@ def audit(store: Store, run: str, judge: Judge, num_iterations: int) -> dict[str
         rows: those of the highest training reward and the lowest second reward
         left_out: iterations whose files expired, or without a second reward
 
-    Raises LineageError if no iteration has both rewards.
+    Raises LineageError if no iteration has both rewards, or if none was trained on the rollouts of
+    a named version.
     """
     tables: dict[int, pa.Table] = {}
     left_out = []
-    for number, trained in _chosen(store, run, num_iterations):
+    for number, trained in _chosen(store, run, judge, num_iterations):
         rounds = list(_scored_rows(store, trained, judge))
         if sum(map(len, rounds)):
             tables[number] = pa.concat_tables(rounds, promote_options="default")
@@ -134,18 +149,43 @@ def audit(store: Store, run: str, judge: Judge, num_iterations: int) -> dict[str
     }
 
 
-def _chosen(store: Store, run: str, num_iterations: int) -> Iterator[tuple[int, list[Manifest]]]:
-    """Yield the number and the rewards of some iterations, evenly spaced."""
+def _chosen(
+    store: Store, run: str, judge: Judge, num_iterations: int
+) -> Iterator[tuple[int, list[Manifest]]]:
+    """Yield the number and the rewards of the iterations that `audit` looks at."""
     manifests = Manifests(store)
     newest = manifests.store.open(ends_of(store, run)[0]).manifest
     policies = list(manifests.line(newest))[::-1]
     places = [place for place, policy in enumerate(policies) if policy.stage == "optimize"]
-    count = min(len(places), num_iterations)
-    for index in np.linspace(0, len(places) - 1, count).round().astype(int).tolist():
+    if isinstance(judge, Named):
+        indices = _of_named(run, judge, [policies[place] for place in places])
+    else:
+        count = min(len(places), num_iterations)
+        indices = np.linspace(0, len(places) - 1, count).round().astype(int).tolist()
+    for index in indices:
         place = places[index]
         learned_from = {entry.ref for policy in policies[:place] for entry in policy.inputs}
         versions = manifests.made_of(policies[place], learned_from)
         yield index + 1, [each for each in versions if each.kind == "rewards"]
+
+
+def _of_named(run: str, judge: Named, policies: Sequence[Manifest]) -> list[int]:
+    """Return which of the policies first learned from the rollouts of the named versions. Raises
+    LineageError if none did from those of one version."""
+    first: dict[str, int] = {}
+    for index, policy in enumerate(policies):
+        for entry in policy.inputs:
+            if entry.role.partition(".")[0] == "rollouts":
+                first.setdefault(entry.content_hash, index)
+    for content_hash, version in judge.versions.items():
+        if content_hash not in first:
+            raise LineageError(
+                str(version.ref),
+                f"scores {version.manifest.require_input('rollouts').ref}, which no iteration of "
+                f"run {run} learned from",
+                next=f"quiver ls {run}",
+            )
+    return sorted({first[content_hash] for content_hash in judge.versions})
 
 
 def _scored_rows(store: Store, trained: Sequence[Manifest], judge: Judge) -> Iterator[pa.Table]:

@@ -38,7 +38,7 @@ COMMON_LETTERS = ("a", "e", "i", "n", "o", "r", "s", "t", " ")
 """Stop strings that end a turn, so that an environment has something to answer. Text of a random
 model rarely goes long without one of them."""
 SMALL_MODEL = "quiver.stages.model.small:make"
-LOT = {"use": "quiver.stages.reward.functions:lot", "name": "lot", "weight": 1e-3}
+LOT = {"use": "quiver.stages.reward.functions:lot", "weight": 1e-3}
 """A random reward: random models answer nothing right, and equal rewards teach nothing."""
 
 
@@ -49,6 +49,9 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
     sampling = sections.get("generate", {}).get("sampling", {})
     held_out_sampling = recipe.evaluate.generate.get("sampling", {})
     ends = () if recipe.generate.turns is None else COMMON_LETTERS
+    taken = recipe.reward.part_names
+    names = ("lot", *(f"lot_{number}" for number in range(2, len(taken) + 2)))
+    lot = {**LOT, "name": next(name for name in names if name not in taken)}
     engine = {"engine": "transformers", "dtype": "float32"}
     changes = {
         "store": store,
@@ -57,7 +60,7 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
         "data": {"limit": _few(recipe.data.limit)},
         "generate": {**engine, "sampling": _short(sampling, ends)},
         "evaluate": {"generate": {**engine, "sampling": _short(held_out_sampling, ends)}},
-        "reward": {"functions": [*sections["reward"].get("functions", ()), LOT]},
+        "reward": {"functions": [*sections["reward"].get("functions", ()), lot]},
         # Nearly all answers of the small model are cut off.
         "optimize": {"on_length": "keep", "processes": None, "critic_from": None, "trackers": []},
         "reference": {"policy": None},

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from quiver.schemas.errors import ConfigError, LineageError
+from quiver.schemas.errors import ConfigError, LineageError, SchemaError
 from quiver.schemas.manifest import Manifest
 from quiver.schemas.refs import parse
 from quiver.stages.core.run.stage import is_made_alike
@@ -111,7 +111,7 @@ def estimate(
             else:
                 weights = samples.logprobs(logprobs(name)) - denominators
                 answer = offpolicy.estimate(samples, weights)
-        except LineageError as error:  # such as other tokens, or an expired policy
+        except (ConfigError, LineageError, SchemaError) as error:  # other tokens, expired, …
             answer = offpolicy.refusal(f"{error.object}: {error.message}")
         estimates.append({"policy": name, **answer})
     used = [
@@ -193,12 +193,17 @@ def _require_usable(store: Store, sources: Sequence[Version], source: Version) -
         scored = [evaluation.manifest.config.get(name) for name in ("score", "unscored")]
         sampled = [rollouts.config_section(name) for name in ("sampling", "turns")]
         ways.append((scored, sampled, paid))
-    if changed := biases(rollouts.config_section("sampling")):
+    sampling = rollouts.config_section("sampling")
+    changed = biases(sampling)
+    if sampling.get("temperature") == 0:  # where no token has a probability
+        changed.append("temperature = 0")
+    if changed:
         raise LineageError(
             str(source.ref),
             f"its rollouts were sampled with {', '.join(changed)}, so they do not follow the "
             "policy's own distribution",
-            next="evaluate without truncation and penalties, by [evaluate] generate",
+            next="evaluate at temperature > 0, without truncation and penalties, by [evaluate] "
+            "generate",
         )
     if ways[0][:2] != ways[1][:2] or not is_made_alike(ways[0][2], ways[1][2]):
         raise LineageError(

@@ -404,11 +404,12 @@ class Estimate:
             is_chosen = need.on_gpu and config.activation_checkpointing is None
             again = {} if is_chosen else {"activation_checkpointing": True}
             cheaper = shorter | again
-            ranks = {"processes": count, "shard": True}
-            changes = [shorter, again, cheaper]
-            changes += [ranks, ranks | cheaper] if count > 1 else []
+            ranks = [{"processes": count, "shard": True}] if count > 1 else []
             few_bytes = {"optimizer": "adamw_8bit"}
-            changes += [few_bytes, few_bytes | cheaper, {"lora": {}}, {"lora": {}, **cheaper}]
+            changes = [shorter, again, cheaper]
+            changes += [each | less for each in ranks for less in ({}, cheaper)]
+            for fewer in (few_bytes, {"lora": {}}):
+                changes += [each | fewer | less for each in [{}, *ranks] for less in ({}, cheaper)]
             changes += [{"lora": {"base": "nf4"}, **cheaper}]
             fewest = few_bytes | {"precision": "bf16_stochastic"} | cheaper
             changes += [fewest, fewest | {"moments_on_host": True}]

@@ -27,11 +27,10 @@ from pydantic import Field, field_validator
 from quiver.flows.look.gather import Manifests, metric
 from quiver.flows.look.words import counted, number, unscored_of
 from quiver.schemas.errors import ConflictError, LineageError
-from quiver.schemas.manifest import Manifest
 from quiver.stages.core.config import Config
 from quiver.stages.core.store import Store, tags
 from quiver.stages.evaluate.estimators import Estimate, lower_bound
-from quiver.stages.turns.statistics import LIMITS
+from quiver.stages.turns.statistics import truncated_share
 
 _TOKENS = 0.1
 """Least mean length used in divisions, so that nothing is divided by 0."""
@@ -174,7 +173,7 @@ def moved(
     rollouts = [manifests.input(side, "rollouts") for side in sides]
     kls = [step["approx_kl"] for step in steps] or [0.0]
     entropy = [step["entropy"] for step in (steps[0], steps[-1])] if steps else [0.0, 0.0]
-    truncated = [_truncated_share(version) for version in rollouts]
+    truncated = [truncated_share(version) if version else 0.0 for version in rollouts]
     lengths = [metric(version, "mean_completion_tokens") or 0.0 for version in rollouts]
     # A manifest stores null for a number that is not finite, which counts as infinitely far.
     kl = math.inf if None in kls else max(kls)
@@ -219,16 +218,6 @@ def _steps(manifests: Manifests, in_use: str, candidate: str) -> Iterator[dict[s
         yield from manifests.steps(policy)
         if {"approx_kl", "entropy"} <= policy.metrics.keys():
             yield policy.metrics
-
-
-def _truncated_share(rollouts: Manifest | None) -> float:
-    """Return the share of answers that a limit cut off; 0 if there are no answers."""
-    if rollouts is None or not rollouts.rows:
-        return 0.0
-    ends = metric(rollouts, "end_reasons")
-    if ends is None:
-        return rollouts.status.get("length", 0) / rollouts.rows
-    return sum(ends.get(reason, 0) for reason in LIMITS) / rollouts.rows
 
 
 def entry_of(store: Store, run: str, promotion: Promotion, key: str) -> tags.Entry | None:

@@ -26,7 +26,7 @@ from quiver.stages.generate.config import Config as GenerateConfig
 from quiver.stages.logprobs.config import Config as LogprobsConfig
 from quiver.stages.logprobs.config import PassConfig
 from quiver.stages.optimize.config import Config as OptimizeConfig
-from quiver.stages.prompt.config import SourceConfig, TemplateConfig
+from quiver.stages.prompt.config import INPUTS, SourceConfig, TemplateConfig
 
 NIGHT = "{night}"
 """Placeholder in [data] that a nightly run replaces by the night's name."""
@@ -76,19 +76,21 @@ class Data(SourceConfig):
     """
     held_out: dict[str, Any] | None = None
     """Keys of [data] with other values for evaluation, e.g. `{ split = "test", limit = 200 }`.
-    Default: no evaluation. It must name other rows: another source, split, name or arguments."""
+    Default: no evaluation. It must name other rows: another source, split, name or arguments. If it
+    names messages, prompt or prompt_ids, that one alone counts."""
 
     def for_evaluation(self) -> SourceConfig:
         """Return the held-out source: [data] with the keys of [data.held_out] put over it.
 
-        It has no limit unless [data.held_out] sets one.
+        It has no limit unless [data.held_out] sets one. An input column that it names replaces the
+        one of [data], also one of another kind.
         """
+        own = self.held_out or {}
+        inputs = INPUTS if any(own.get(name) for name in INPUTS) else ()
         train = self.model_dump(
-            exclude={"curriculum", "held_out", "limit", "refill", "source_sha256"}
+            exclude={"curriculum", "held_out", "limit", "refill", "source_sha256", *inputs}
         )
-        return parse(
-            SourceConfig, {**train, **(self.held_out or {})}, "data.held_out", is_section=True
-        )
+        return parse(SourceConfig, {**train, **own}, "data.held_out", is_section=True)
 
     def require_held_out(self) -> None:
         """Raise ConfigError if there are no held-out rows, or only a night can fill them in."""

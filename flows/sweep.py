@@ -29,7 +29,13 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from quiver.schemas.errors import ConfigError, LineageError, QuiverError, printable
+from quiver.schemas.errors import (
+    ConfigError,
+    LineageError,
+    QuiverError,
+    SchemaError,
+    printable,
+)
 from quiver.schemas.manifest import digest
 from quiver.schemas.refs import parse as parse_ref
 from quiver.stages.core.config import parse
@@ -222,7 +228,7 @@ class _Running:
         policies = list(dict.fromkeys(entry["policy"] for entry in trained))
         try:
             answers = estimate(self._recipe, policies, [baseline])["estimates"]
-        except LineageError as error:
+        except (ConfigError, LineageError, SchemaError) as error:
             log.warning("nothing is estimated, so each cell is measured: %s", error.message)
             return
         by_policy = {answer["policy"]: answer for answer in answers}

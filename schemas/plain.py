@@ -7,6 +7,7 @@ Not of the spine: it is a stricter `json.loads`.
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import re
@@ -83,7 +84,8 @@ def problem_of(
     """Describe the first problem in plain Python content, and its place; empty if there is none.
 
     A problem is a text, number or depth that `read_json`, or a consumer of its texts, would refuse.
-    Types are not checked.
+    So is a date or time, which TOML reads: JSON makes a text of it on the way to another process.
+    Other types are not checked.
 
     Args:
         bits: most bits of a whole number, including its sign. 0: at most `MOST_DIGITS` digits.
@@ -108,6 +110,8 @@ def problem_of(
             problem = f"is a number of more than {MOST_DIGITS} digits"
         elif isinstance(node, float) and not math.isfinite(node):
             problem = "is not a finite number"
+        elif isinstance(node, datetime.date | datetime.time):
+            problem = "is a date or time: write it in quotes"
         if level >= levels and isinstance(node, dict | list | tuple):
             problem = f"is nested more than {levels} levels deep"
         if problem:

@@ -55,7 +55,7 @@ def audit(
         int, typer.Option(help="prompts of each iteration that the recipe scores", min=1)
     ] = 64,
     iterations: Annotated[
-        int, typer.Option(help="iterations to look at, evenly spaced", min=2)
+        int, typer.Option(help="iterations that the recipe scores, evenly spaced", min=2)
     ] = 20,
     store: StorePath = None,
     settings: Settings = None,

@@ -24,6 +24,7 @@ from quiver.stages.core.lineage import open_input
 from quiver.stages.core.store import Store, Version
 from quiver.stages.evaluate import within_groups
 from quiver.stages.evaluate.statistics import paired_interval
+from quiver.stages.turns.statistics import were_cut
 
 from .joined import Joined
 from .shards import Shards
@@ -111,7 +112,7 @@ def _measures_of(scored: Sequence[Joined]) -> dict[str, np.ndarray]:
         for name, numbers in parts.items() if len(parts) > 1 else ():
             if not np.array_equal(measures.setdefault(name, numbers), numbers, equal_nan=True):
                 measures[f"{name} of {joined.ref}"] = numbers
-    cut = pc.equal(scored[0].rollouts.column("finish_reason"), "length")
+    cut = were_cut(scored[0].rollouts.version)
     measures["tokens"] = scored[0].number("tokens")
     marks = pc.count_substring_regex(scored[0].rollouts.column("completion_text"), MARKDOWN)
     measures["formatting"] = marks.to_numpy().astype(np.float64)

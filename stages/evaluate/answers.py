@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas.rollouts import OF_EPISODES
 from quiver.stages.core.store import Version
-from quiver.stages.turns.statistics import LIMITS
+from quiver.stages.turns.statistics import were_cut
 
 from .config import Config
 
@@ -27,8 +27,8 @@ def fill_cut_scores(
 ) -> tuple[pa.Table, dict[str, Any]]:
     """Fill in the null scores of answers that were cut off, by the rule `config.unscored`.
 
-    The worst score is the lowest of this evaluation and of its baseline, and at most 0. So a cut
-    answer never counts as more here than in the baseline.
+    The worst score is the lowest of this evaluation and of its baseline, at most 0, and below the
+    threshold. So a cut answer is never correct, and never counts as more here than in the baseline.
 
     Returns the evaluations/1 table and, for the metrics, the number of scores that stay null
     (`null`), of cut answers (`limited`) and, if there are any, their score (`limited_score`).
@@ -38,10 +38,7 @@ def fill_cut_scores(
     if config.unscored == "leave_out":
         return table, metrics
     rollouts = inputs["rollouts"]
-    is_episode = rollouts.manifest.kind_schema in OF_EPISODES
-    column = "end_reason" if is_episode else "finish_reason"
-    limits = pa.array(LIMITS if is_episode else ["length"])
-    is_cut = pc.is_in(rollouts.table([column])[column], value_set=limits)
+    is_cut = were_cut(rollouts)
     rewards = inputs["rewards"].table()
     errors = rewards["errors"].combine_chunks()
     # [rewards] bool: a scorer that decides the score raised an error.
@@ -61,7 +58,8 @@ def fill_cut_scores(
         if "baseline" in inputs:
             measured.append(inputs["baseline"].table(["score"])["score"])
         lowest = [pc.min(column).as_py() for column in measured]
-        number = min([number, *(score for score in lowest if score is not None)])
+        below = np.nextafter(np.float32(config.threshold), np.float32(-np.inf))
+        number = min([number, float(below), *(score for score in lowest if score is not None)])
     counted = pc.if_else(is_counted, pa.scalar(number, scores.type), scores)
     place = table.schema.get_field_index("score")
     table = table.set_column(place, table.schema.field(place), counted)

@@ -34,10 +34,10 @@ class Config(Base):
     unscored: Literal["worst", "zero", "leave_out"] = "zero"
     """Score of an answer that a limit (max_tokens, max_turns, …) cut off, if no scorer gave it a
     number. `zero`: it counts as 0. `worst`: it counts as the lowest score here and in the baseline,
-    at most 0; choose this if rewards can be negative, since 0 would then be a good score.
-    `leave_out`: it does not count; choose this if `score` is a part that does not apply to every
-    prompt, and note that it favours a policy that is cut off more often. Rows whose scorer or
-    environment failed never count."""
+    at most 0 and below `threshold`; choose this if rewards can be negative, since 0 would then be a
+    good score. `leave_out`: it does not count; choose this if `score` is a part that does not apply
+    to every prompt, and note that it favours a policy that is cut off more often. Rows whose scorer
+    or environment failed never count."""
 
     @field_validator("k")
     @classmethod

@@ -266,7 +266,7 @@ class Config(base.Config):
     coefficient stays."""
     kl_horizon: int = Field(default=10_000, ge=1)
     """With `kl_target`: rollouts over which the coefficient moves by its relative distance from the
-    target, limited to a fifth."""
+    target, limited to a fifth. A step of more rollouts moves it no further."""
     nll_coef: float = Field(default=0.0, ge=0)
     """Weight of the negative log-likelihood of good answers, the mean over their tokens in the
     step. As in VAPO, which uses 0.1; included in `policy_loss`. 0: off."""

@@ -78,7 +78,12 @@ def checked(name: str, role: str, function: Callable, needs: Sequence[str] = ())
         needs: further arguments of an advantage of tokens.
     """
     form, num_arguments, contents = _ROLES[role]
-    signature = inspect.signature(function)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # such as torch.sub
+        raise _wrong(
+            name, "Python cannot tell its arguments: call it in a function of your own"
+        ) from None
     # a surrogate's options are checked later, with the values from the config
     bind = signature.bind_partial if role == "surrogate" else signature.bind
     options = [name for name in _OPTIONS.get(role, ()) if name in signature.parameters]

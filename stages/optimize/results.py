@@ -87,15 +87,17 @@ def finish(writers: Mapping[str, Writer], loaded: Loaded, trainer: Trainer) -> N
     ):
         writer.write_table(table)
         writer.finish(status=status, device=device)
-    metrics = metrics_of(loaded, trainer, writers["policy"].seconds.get("steps", 0.0))
+    metrics = metrics_of(loaded, trainer)
     writers["policy"].finish(metrics=_finite(metrics), device=device)
 
 
-def metrics_of(loaded: Loaded, trainer: Trainer, seconds: float) -> dict[str, Any]:
+def metrics_of(loaded: Loaded, trainer: Trainer) -> dict[str, Any]:
     """Return the policy's metrics: its rollouts, its speed, the last step's numbers, and the
     coefficients that the next training continues with."""
     updates = trainer.updates
     tokens = sum(row["tokens"] for row in updates)
+    # of the steps before a kill too, as their tokens are
+    seconds = sum(row["seconds"] for row in updates)
     names = ["loss", "grad_norm", "entropy", "approx_kl", "clip_fraction"]
     names += ["value_loss", "explained_variance"] if trainer.algorithm.has_critic else []
     carried = ["entropy_coef", "last_entropy"] if trainer.objective.has_entropy_bonus else []

@@ -73,8 +73,11 @@ def uncertain(entropies: Tensor, share: float) -> Tensor:
 
 
 def next_kl_coef(config: Config, coef: float, kl: float, num_rollouts: int) -> float:
-    """β (1 + e · num_rollouts / kl_horizon) with e = clip(KL / kl_target − 1, −0.2, 0.2): up if a
-    step's KL was above the target, else down. Without a target it stays.
+    """β (1 + e · min(1, num_rollouts / kl_horizon)) with e = clip(KL / kl_target − 1, −0.2, 0.2):
+    up if a step's KL was above the target, else down. Without a target it stays.
+
+    A step moves it by at most a fifth. Without the 1, one of more than five horizons could make it
+    negative, and the KL would then be rewarded.
 
     Args:
         coef: β of the step.
@@ -82,12 +85,12 @@ def next_kl_coef(config: Config, coef: float, kl: float, num_rollouts: int) -> f
         num_rollouts: rollouts of the step.
 
     Reference: https://arxiv.org/abs/1909.08593, section 2.2, whose K_β is num_rollouts /
-    kl_horizon; their KL is per completion, here and in verl it is per token.
+    kl_horizon, there well below 1; their KL is per completion, here and in verl it is per token.
     """
     if config.kl_target is None:
         return coef
     error = min(max(kl / config.kl_target - 1, -MOST_ERROR), MOST_ERROR)
-    return coef * (1 + error * num_rollouts / config.kl_horizon)
+    return coef * (1 + error * min(1, num_rollouts / config.kl_horizon))
 
 
 def nll_weights(config: Config, batch: Batch, members: list[int]) -> Tensor | None:

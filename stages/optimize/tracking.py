@@ -32,6 +32,7 @@ from quiver.schemas.refs import parse
 from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.listing import Listing, Summary, is_of_sweep
+from quiver.stages.turns.statistics import truncated_share
 
 from .inputs import sets
 
@@ -179,7 +180,7 @@ def learned_from(inputs: Mapping[str, Version]) -> dict[str, float]:
         means = {
             "reward/mean": (rewards.metrics.get("reward_mean"), rewards.status.get("scored", 0)),
             "completion_tokens/mean": (rollouts.metrics.get("mean_completion_tokens"), rows),
-            "completion_tokens/truncated": (rollouts.status.get("length", 0) / max(rows, 1), rows),
+            "completion_tokens/truncated": (truncated_share(rollouts), rows),
         }
         for name, part in rewards.metrics.get("functions", {}).items():
             num_scored = rewards.rows - part["null"] - part["errors"]

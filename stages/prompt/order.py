@@ -19,11 +19,13 @@ from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.plain import bad_text
 from quiver.stages.core.store import Store, Version
 
-from .config import Config
+from .config import Config, Curriculum
 
 NEVER = "not asked"
 WITHIN = "within"
 OUTSIDE = "outside"
+_ROUNDING = 1e-6
+"""Largest distance of a mean from a bound that counts as equal to it; a share of large ones."""
 
 
 def name_rows(config: Config, table: pa.Table) -> list[str]:
@@ -122,7 +124,7 @@ def choose_rows(
         for row in table.group_by("group_id").aggregate([("reward", "mean")]).to_pylist():
             mean = row["reward_mean"]
             # A row without a score is neither too easy nor too hard.
-            is_within = mean is None or curriculum.low <= mean <= curriculum.high
+            is_within = mean is None or _is_within(curriculum, mean)
             measured[row["group_id"]] = WITHIN if is_within else OUTSIDE, age
     size = min(config.limit, num_rows)
     start = _first_row(config.round, size)
@@ -132,6 +134,14 @@ def choose_rows(
     order = sorted(in_turn, key=lambda row: (places.index(judged[row][0]), judged[row][1]))
     counts = Counter(judged[row][0] for row in order[:size])
     return order[:size][: config.first], {place: counts[place] for place in places}
+
+
+def _is_within(curriculum: Curriculum, mean: float) -> bool:
+    """True if a mean reward is within the bounds, but for the rounding of rewards to float32."""
+    low, high = curriculum.low, curriculum.high
+    return low <= mean <= high or any(
+        math.isclose(mean, bound, rel_tol=_ROUNDING, abs_tol=_ROUNDING) for bound in (low, high)
+    )
 
 
 def open_rewards(config: Config, store: Store, refs: str | list[str] | None) -> dict[str, Version]:

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +18,10 @@ import pyarrow.compute as pc
 from quiver.schemas.errors import printable
 from quiver.schemas.manifest import Manifest
 from quiver.schemas.plain import read_json
+from quiver.schemas.rollouts import OF_EPISODES
+
+if TYPE_CHECKING:
+    from quiver.stages.core.store import Version
 
 FAILURES = ("timeout", "environment_error")
 """End reasons of failed episodes; their rewards are unknown."""
@@ -74,6 +78,22 @@ def way_to_end(rollouts: Manifest, longest: int | None = None) -> str:
     if longest is not None and isinstance(most, int) and longest >= most:
         return "raise generate.turns.max_tokens"
     return "raise generate.sampling.max_tokens"  # it limits one turn, if there are several
+
+
+def were_cut(rollouts: Version) -> pa.ChunkedArray:
+    """Return [rows] bool: true for an answer or episode that a limit cut off."""
+    is_episode = rollouts.manifest.kind_schema in OF_EPISODES
+    column = "end_reason" if is_episode else "finish_reason"
+    limits = pa.array(LIMITS if is_episode else ["length"])
+    return pc.is_in(rollouts.table([column])[column], value_set=limits)
+
+
+def truncated_share(rollouts: Manifest) -> float:
+    """Return the share of answers or episodes that a limit cut off; 0 if there are none."""
+    ends = rollouts.metrics.get("end_reasons")
+    if ends is None:
+        return rollouts.status.get("length", 0) / max(rollouts.rows, 1)
+    return sum(ends.get(reason, 0) for reason in LIMITS) / max(rollouts.rows, 1)
 
 
 def measure(rollouts: pa.Table) -> dict[str, Any]:

@@ -118,6 +118,11 @@ class Trajectory(_Part):
             for number, message in enumerate(given)
         ]
 
+    @field_validator("tools")
+    @classmethod
+    def _none_of_no_tools(cls, given: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        return given or None
+
     @model_validator(mode="after")
     def _fits(self) -> Trajectory:
         if len(self.logprobs) != len(self.completion_ids):

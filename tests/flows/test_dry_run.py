@@ -74,6 +74,14 @@ def test_the_rehearsal_of_the_demo_is_small_and_keeps_what_decides():
     assert tried.retention.keep is None, "what was made is looked at afterwards"
 
 
+def test_a_scorer_of_the_recipe_may_be_named_as_the_random_reward_is():
+    functions = "[{use='numeric', name='lot'}, {use='repetition', name='lot_2'}]"
+    settings = [f"reward.functions={functions}", "evaluate.score=lot"]
+    recipe = Recipe.load("deployments/recipes/demo.toml", settings)
+    tried = rehearsal(recipe, "elsewhere")
+    assert tried.reward.part_names == ["lot", "lot_2", "lot_3"]
+
+
 @pytest.mark.parametrize(("groups", "rehearsed"), [(64, 4), (128, 8), (256, 16), (40, 2), (1, 1)])
 def test_a_refill_is_cut_as_its_rows_are(groups, rehearsed):
     """It takes as many rounds at least, and never more than it may."""

@@ -192,6 +192,9 @@ def refused_pairs(store, policy, rows, asked, evaluation):
     assert answer["estimates"][0]["refused"] == "it was trained on these rollouts"
     with pytest.raises(LineageError, match="were sampled with top_k = 5"):
         estimated(store, [str(trained.ref)], str(cut.ref))
+    greedy = evaluation_of(store, policy, rows[:-2], asked, Sampled(sampling={"temperature": 0}))
+    with pytest.raises(LineageError, match="were sampled with temperature = 0, so they do not"):
+        estimated(store, [str(trained.ref)], str(greedy.ref))
     few = evaluation_of(store, policy, rows[:64], asked)
     with pytest.raises(LineageError, match="too few scored rows: 64, an estimate needs 100"):
         estimated(store, ["policy@0"], str(few.ref))

@@ -182,6 +182,7 @@ def test_the_command_line_ends_with_7_if_a_stage_does_not_fit(tmp_path, monkeypa
     assert [way["settings"] for way in optimize["fits_with"]] == [
         "optimize.processes = 2, optimize.shard = true",
         "optimize.processes = 2, optimize.shard = true, optimize.token_budget = 512",
+        'optimize.processes = 2, optimize.shard = true, optimize.optimizer = "adamw_8bit"',
     ]
     assert not (tmp_path / "store").exists()
 
@@ -400,6 +401,24 @@ def test_settings_that_make_training_fit():
     critic = estimate("h100:8", optimize={"algorithm": "ppo", "critic": "model"})
     settings = [setting for setting, _ in critic.remedies(critic.needs()[-1])]
     assert settings and "bf16_stochastic" not in " ".join(settings), "the recipe would refuse it"
+
+
+def test_shards_go_with_8_bits_and_with_lora_before_4_bits():
+    shards = "optimize.processes = 8, optimize.shard = true"
+    llama = LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+        num_attention_heads=64, num_key_value_heads=8,
+    )  # fmt: skip
+    eight = estimate("h100:8", shape_of(llama))
+    settings = [setting for setting, _ in eight.remedies(eight.training(Config()))]
+    assert settings[0] == f"{shards}, optimize.lora = {{}}", "70 billion weights"
+    assert '"nf4"' in settings[-1] and "shard" not in settings[-1]
+    eight = estimate("h100:8", qwen3("32B"))
+    settings = [setting for setting, _ in eight.remedies(eight.training(Config()))]
+    assert settings[0] == f"{shards}, optimize.token_budget = 1280"
+    assert settings[1] == f'{shards}, optimize.optimizer = "adamw_8bit"'
+    one = estimate("h100", qwen3("32B"))
+    assert not any("shard" in setting for setting, _ in one.remedies(one.training(Config())))
 
 
 @pytest.mark.parametrize(

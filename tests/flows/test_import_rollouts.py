@@ -326,6 +326,15 @@ def test_lines_of_saved_prompts_must_have_their_ids(workplace):
             take_over(workplace, prompts=str(prompts.ref))
 
 
+def test_a_prompt_of_no_tools_is_one_without_tools(workplace):
+    lines = [{**GOOD, "group_id": "g", "tools": []}, {**GOOD, "group_id": "g"}]
+    write(workplace, lines)
+    take_over(workplace)
+    store = Store(workplace / "store")
+    assert store.open("tiny/prompts@1").table().to_pylist()[0].get("tools") is None
+    assert store.open("tiny/rollouts@1").table().num_rows == 2
+
+
 def test_a_reward_of_the_whole_is_the_last_turns(workplace):
     """Where other lines have rewards of turns."""
     turns = [{**TURNS[0], "reward": 0.25}, TURNS[1]]

@@ -17,6 +17,7 @@ from quiver.stages.core.config import Config
 from quiver.stages.core.run import runner
 from quiver.stages.core.store.retention import remove
 from quiver.stages.evaluate.statistics import paired_interval
+from tests import episodes
 from tests.stages.evaluate.held import ask, write
 from tests.writing import begin
 
@@ -96,6 +97,21 @@ def test_the_pull_of_two_rewards_by_hand(store):
         "toy-a-0": (1, -2),
         "toy-a-1": (0, 0),
     }
+
+
+def test_an_episode_that_any_limit_ended_was_cut(store, policy):
+    ends = ("max_turns", "answered")
+    rows = [
+        episodes.row(f"a-{number}", [episodes.turn(1)], end_reason=end)
+        for number, end in enumerate(ends)
+    ]
+    sampled = episodes.write(store, policy, rows)
+    paid = episodes.write_rewards(
+        store, sampled, lambda row: [float(row["end_reason"] == "answered")]
+    )
+    (lesson,) = teach(store, [str(paid.ref)])["rewards"]
+    (cut,) = [row for row in lesson["measures"] if row["measure"] == "share cut"]
+    assert cut["now"] == 0.5 and cut["then"] < 0.5
 
 
 def test_beta_is_the_rewards_own_deviation_and_scales_change_nothing(store):
@@ -201,7 +217,7 @@ def test_the_gap_opens_where_the_reward_is_hacked(store, hacked):
     seconds, numbers = hacked
     answer = audit(store, "toy", by_versions(store, seconds), 20)
     entries = {entry["iteration"]: entry for entry in answer["iterations"]}
-    assert (answer["opens"], answer["left_out"], list(entries)) == (3, [2], [1, 3, 4])
+    assert (answer["opens"], answer["left_out"], list(entries)) == (3, [], [1, 3, 4])
     used = [numbers[index] for index in (0, 2, 3)]
     units = [np.std([each[side] for each in used]) for side in (0, 1)]
     gains = [(t / units[0] - s / units[1]).mean(axis=1) for t, s, _ in used]
@@ -232,7 +248,7 @@ def test_the_gap_opens_where_the_reward_is_hacked(store, hacked):
     row = answer["rows"][0]
     assert row["rewards"] in ("toy/rewards@4", "toy/rewards@6") and row["rollout_id"]
     text = "\n".join(lines("audit", answer))
-    assert "From iteration 3 on" in text and "no early warning" in text and "iterations 2." in text
+    assert "From iteration 3 on" in text and "no early warning" in text
 
 
 def test_without_hacking_no_gap_is_told_apart(store):
@@ -245,12 +261,13 @@ def test_without_hacking_no_gap_is_told_apart(store):
         seconds.append(str(pay(store, sampled, second.ravel().tolist()).ref))
     answer = audit(store, "toy", by_versions(store, seconds), 20)
     assert answer["opens"] is None
-    remove(store, "toy/rollouts@1")
-    answer = audit(store, "toy", by_versions(store, seconds[1:]), num_iterations=2)
+    remove(store, "toy/rewards@1")
+    answer = audit(store, "toy", by_versions(store, seconds), num_iterations=2)
     assert (answer["left_out"], [entry["iteration"] for entry in answer["iterations"]]) == (
         [1],
-        [3],
+        [2, 3],
     )
+    assert "iterations 1." in "\n".join(lines("audit", answer))
     with pytest.raises(LineageError, match="no iteration has saved rollouts with both rewards"):
         audit(store, "toy", by_versions(store, []), 20)
     with pytest.raises(ConfigError, match="expected a version of rewards"):
@@ -268,6 +285,26 @@ def test_rounding_opens_no_gap(store):
     answer = audit(store, "toy", by_versions(store, seconds), 20)
     later = answer["iterations"][1:]
     assert [entry["told_apart"] for entry in later] == [False, False] and answer["opens"] is None
+
+
+def test_each_named_version_counts_wherever_its_iteration_is(store):
+    draw = np.random.default_rng(6)
+    run, seconds = Run(store), []
+    for _ in range(6):
+        training = draw.normal(size=(4, 3))
+        sampled = run.train(draw.integers(1, 9, (4, 3)), training)
+        seconds.append(str(pay(store, sampled, training.ravel().tolist()).ref))
+    answer = audit(store, "toy", by_versions(store, [seconds[3], seconds[1]]), num_iterations=2)
+    assert [entry["iteration"] for entry in answer["iterations"]] == [2, 4]
+    assert {row["second_rewards"] for row in answer["rows"]} == {seconds[1], seconds[3]}
+    again = pay(store, store.open("toy/rollouts@2"), [1.0] * 12)
+    words = f"scores toy/rollouts@2, as {seconds[1]} does"
+    with pytest.raises(ConfigError, match=words):
+        by_versions(store, [seconds[1], str(again.ref)])
+    stray = pay(store, sample(store, {"a": [1, 2]}), [1.0, 0.0])
+    words = "scores toy/rollouts@7, which no iteration of run toy learned from"
+    with pytest.raises(LineageError, match=words):
+        audit(store, "toy", by_versions(store, [seconds[0], str(stray.ref)]), 20)
 
 
 def test_iterations_between_those_looked_at_are_not_opened(store):

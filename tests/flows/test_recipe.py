@@ -164,6 +164,20 @@ def test_sections_become_the_configs_of_stages(
     assert (rendered(loaded), rendered(loaded, True)) == (prompts, held_out)
 
 
+@pytest.mark.parametrize("own", ["messages", "prompt", "prompt_ids"])
+def test_held_out_rows_may_have_another_input_column(recipe, own):
+    for ours in ("messages", "prompt", "prompt_ids"):
+        data = f"source='rows.jsonl', {ours}='here'"
+        held_out = f"{{source='test.jsonl', {own}='there'}}"
+        loaded = load(recipe, [f"data={{{data}, held_out={held_out}}}"])
+        assert (loaded.prompt_config(1).input, getattr(loaded.prompt_config(1), ours)) == (
+            ours,
+            "here",
+        )
+        theirs = loaded.prompt_config(0, evaluation=True)
+        assert (theirs.input, getattr(theirs, own)) == (own, "there")
+
+
 def test_ppo_needs_no_group_and_a_stop_string_leaves_the_distribution_as_it_is(recipe):
     settings = ["generate.samples_per_prompt=1", "optimize.algorithm=ppo"]
     loaded = load(recipe, [*settings, 'generate.sampling.stop=["</answer>"]'])

@@ -390,6 +390,21 @@ def test_trained_cells_are_estimated_from_the_rollouts_of_the_first_measurement(
     assert command(*options, "--show")[1]["cells"] == answer["cells"]
 
 
+def test_cells_that_cannot_be_estimated_are_measured(made, command, caplog):
+    """The base policy's held-out answers are greedy, which an estimate cannot weigh."""
+    rows = [{"question": f"What is {number} plus 5?", "answer": number} for number in range(3)]
+    Path("few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["sweep", "recipe.toml", "--set", "run=greedy", "--set", "sweep.over.reward=[{}]"]
+    options += ["--set", "data.held_out={source='few.jsonl'}"]
+    options += ["--set", "evaluate.generate={samples_per_prompt=1,sampling={temperature=0}}"]
+    options += ["--over", "optimize.learning_rate=1e-4,1e-3"]
+    code, answer = command(*options, "--estimate")
+    assert code == 0 and {row["error"] for row in answer["cells"]} == {None}
+    assert all(row["evaluation"] for row in answer["cells"])
+    assert "nothing is estimated, so each cell is measured" in caplog.text
+    assert "its rollouts were sampled with temperature = 0" in caplog.text
+
+
 def test_a_cell_whose_interval_ends_below_another_ones_is_not_measured(made):
     def trained(number: int, low: float, high: float, **estimate) -> dict:
         expected = {"estimate": (low + high) / 2, "interval": [low, high], "refused": None}

@@ -306,7 +306,7 @@ PLANTED = (
     Planted(
         "worst_above_zero",
         "stages/evaluate/answers.py",
-        "number = min([number, *(score for score in lowest if score is not None)])",
+        "number = min([number, float(below), *(score for score in lowest if score is not None)])",
         "number = min((score for score in lowest if score is not None), default=number)",
         ("tests/stages/evaluate/test_evaluate_stage.py::test_the_worst_score_is_at_most_zero",),
     ),
@@ -329,9 +329,9 @@ PLANTED = (
     ),
     Planted(
         "one_limit_of_episodes",
-        "flows/promotion.py",
-        "return sum(ends.get(reason, 0) for reason in LIMITS) / rollouts.rows",
-        'return ends.get("max_turns", 0) / rollouts.rows',
+        "stages/turns/statistics.py",
+        "return sum(ends.get(reason, 0) for reason in LIMITS) / max(rollouts.rows, 1)",
+        'return ends.get("max_turns", 0) / max(rollouts.rows, 1)',
         ("tests/flows/test_promotion.py::test_each_limit_of_an_episode_cuts_its_answer_off",),
     ),
     Planted(

@@ -153,7 +153,7 @@ def test_a_member_that_changes_nothing_is_told_once(caplog):
         ({"name": "f", "arguments": {"a": [float("inf")]}}, "a.0 is not a finite number"),
         ({"name": "f", "arguments": {"a": 10**300}}, "a is a number of more than 300 digits"),
         ({"name": "f", "arguments": {"a": "\0"}}, "a has a NUL character"),
-        ({"name": "f", "arguments": {"a": DAY}}, "is not plain JSON: .* date is not JSON"),
+        ({"name": "f", "arguments": {"a": DAY}}, "is not plain JSON: a is a date or time"),
         ({"name": "f", "arguments": {"b": {"\0": 1}}}, "b.a key has a NUL character"),
         ({"name": "f", "id": "a b"}, "the id of the call is 'a b'"),
     ],

@@ -1,7 +1,8 @@
 """Configs: unknown keys name the nearest, wrong values say what is allowed, runtime knobs stay out
 of the key."""
 
-from typing import Annotated, Literal
+import tomllib
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field, ValidationError
@@ -28,6 +29,8 @@ class Outer(Config):
     """Plain values."""
     limits: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     """By name."""
+    free: dict[str, Any] = Field(default_factory=dict)
+    """Anything."""
     rate: float | None = None
     """May be none."""
     flag: bool | int = False
@@ -38,7 +41,7 @@ class Outer(Config):
 
 def test_runtime_knobs_are_not_in_the_key():
     plain = {"engine": "vllm", "sampling": {"temperature": 1.0}, "others": [], "range": [0, 1]}
-    plain |= {"limits": {}, "rate": None, "flag": False}
+    plain |= {"limits": {}, "free": {}, "rate": None, "flag": False}
     assert Outer().key() == plain
     assert Outer(shards=1, sampling=Inner(threads=9)).key() == plain
     others = Outer(others=[Inner(threads=9), Inner(temperature=2)]).key()["others"]
@@ -62,6 +65,12 @@ def test_runtime_knobs_are_not_in_the_key():
         (
             {"sampling": {"temperature": float("nan")}},
             "sampling.temperature is not a finite number",
+        ),
+        *(
+            ({"free": {"days": [value]}}, "free.days.0 is a date or time: write it in quotes")
+            for value in tomllib.loads(
+                "v = [2026-11-20, 10:00:00, 2026-11-20T10:00:00, 2026-11-20T10:00:00Z]"
+            )["v"]
         ),
     ],
 )

@@ -207,6 +207,18 @@ def test_the_worst_score_is_at_most_zero(store):
     assert version.table()["score"].to_pylist() == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("threshold", [0.0, -0.5, 0.7, 1.0])
+def test_a_cut_answer_is_never_correct(store, threshold):
+    """With the rule `worst` it scores below the threshold, even if all others score above."""
+    scored = score(store, {"a": [1.0, None]}, cut=("a-1",))
+    version = evaluate(store, scored, unscored="worst", threshold=threshold)
+    metrics = version.manifest.metrics
+    assert metrics["pass@k"]["1"]["score"] == 0.5
+    assert metrics["limited_score"] == pytest.approx(min(0.0, threshold), abs=1e-6)
+    assert metrics["limited_score"] < max(threshold, 1e-9)
+    assert metrics["score"] == pytest.approx((1 + min(0.0, threshold)) / 2)
+
+
 def test_an_error_of_another_scorer_leaves_no_cut_answer_out(store):
     """Only of the part that is evaluated; the reward is of both."""
     sampled, paid = score(store, {"a": [None, 1.0]}, cut=("a-0",))

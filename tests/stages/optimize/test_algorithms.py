@@ -232,6 +232,13 @@ def test_an_own_function_that_raises_is_named_unless_memory_is_short():
         call(torch.zeros(2), torch.zeros(2))
 
 
+@pytest.mark.parametrize("builtin", [torch.sub, torch.tensor(1.0).sub])
+def test_a_builtin_whose_arguments_python_cannot_tell_is_refused(builtin):
+    with pytest.raises(ConfigError, match="Python cannot tell its arguments") as caught:
+        contract.checked("mine.py:MINE advantage", "rollouts", builtin)
+    assert "call it in a function of your own" in caught.value.message
+
+
 @pytest.mark.parametrize(
     ("role", "bad", "is_refused"),
     [

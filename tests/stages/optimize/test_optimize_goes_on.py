@@ -5,15 +5,19 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from quiver.schemas.errors import ConfigError
+from quiver.stages.core.config import Config
 from quiver.stages.core.store import Store
 from quiver.stages.evaluate.stage import Config as Evaluation
+from quiver.stages.model.checkpoints import model_entry
 from quiver.stages.optimize import tracking
+from quiver.stages.turns.statistics import measure
+from tests import episodes
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
 from tests.stages.optimize.world import trained as _run
 from tests.tiny import make_policy
 from tests.vllm_process import checked
-from tests.writing import run_here
+from tests.writing import begin, run_here
 
 LATER = {"max_staleness": 3, "audit": {"enabled": False}}
 """A later iteration on the same rollouts, which are stale by then."""
@@ -129,6 +133,36 @@ def test_each_line_of_trainings_has_a_tracker_run_of_its_own(store, policy, made
     assert curve(on["first"]) == (names["first"], 2)
     assert curve(on["other"]) == (names["other"], 2)
     assert curve(cell) == (names["cell"], 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends", "share"),
+    [
+        ("turns", ["max_turns", "max_tokens", "answered", "context"], 0.75),
+        ("turns", ["answered", "timeout"], 0.0),
+        ("answers", ["length", "stop"], 0.5),
+    ],
+)
+def test_the_share_of_cut_answers_counts_each_limit_of_an_episode(store, policy, kind, ends, share):
+    if kind == "turns":
+        rows = [
+            episodes.row(f"a-{number}", [episodes.turn(1)], end_reason=end)
+            for number, end in enumerate(ends)
+        ]
+        table = episodes.table_of(rows)
+        about = {"stage": "generate", "stage_version": 1, "config": Config()}
+        models = (model_entry("policy", policy),)
+        with begin(store, "tiny", "rollouts", models=models, inputs={}, **about) as work:
+            work.write(0, table)
+            sampled = work.commit(metrics=measure(table), status={"stop": len(rows)})
+        paid = episodes.write_rewards(store, sampled, lambda row: [1.0])
+    else:
+        rows = world.rows_of(policy, 1, len(ends))
+        rows = [row | {"finish_reason": end} for row, end in zip(rows, ends, strict=True)]
+        sampled, paid = world.scored(store, policy, rows)
+    inputs = {"policy": policy, "rollouts": sampled, "rewards": paid}
+    numbers = tracking.learned_from(inputs)
+    assert numbers["completion_tokens/truncated"] == share
 
 
 def test_trackers_write_where_they_are_told(store, policy, made, tmp_path, monkeypatch, caplog):

@@ -94,6 +94,19 @@ def test_six_steps_are_some_a_kill_and_the_rest_bit_for_bit(store, policy, made,
     assert not list(Path(store.url).glob("killed/policy/.work/*")), "it goes with the rest"
 
 
+def test_the_speed_of_a_resumed_training_is_that_of_all_its_steps(store, policy, made, steps):
+    train = partial(trained, store, policy, made, config(**SIX_STEPS))
+    steps.dies_after = 5
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    steps.dies_after = None
+    metrics = train().manifest.metrics
+    rows = store.open(metrics["updates"]).table().to_pylist()
+    seconds = sum(row["seconds"] for row in rows)
+    assert len(rows) == 6 and metrics["tokens"] == sum(row["tokens"] for row in rows)
+    assert metrics["tokens_per_second"] == pytest.approx(metrics["tokens"] / seconds)
+
+
 @pytest.mark.parametrize(("chosen", "minutes"), [({"resume_minutes": 40}, 40), ({}, 15)])
 def test_a_state_is_saved_when_its_time_has_come(
     store, policy, made, steps, monkeypatch, chosen, minutes

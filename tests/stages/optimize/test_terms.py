@@ -118,6 +118,16 @@ def test_the_coefficient_follows_the_kl_as_in_zieglers_equation():
         assert found == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("kl", "factor"), [(0.0, 0.8), (9.0, 1.2)])
+@pytest.mark.parametrize("rollouts", [100, 101, 600, 100_000])
+def test_a_step_of_more_rollouts_than_the_horizon_moves_the_coefficient_by_a_fifth(
+    kl, factor, rollouts
+):
+    """Else it would be below 0 after a step of more than five horizons."""
+    config = Config(kl_coef=0.1, kl_target=0.5, kl_horizon=100)
+    assert terms.next_kl_coef(config, 0.1, kl, rollouts) == pytest.approx(0.1 * factor)
+
+
 def test_without_a_target_the_kl_coefficient_stays():
     assert terms.next_kl_coef(Config(kl_coef=0.1), 0.1, 9.0, 50) == 0.1
 

@@ -1,13 +1,15 @@
 """[data] curriculum: which rows are asked by what earlier rewards measured of them."""
 
 import json
+from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.runner import run_stage
-from quiver.stages.prompt.order import NEVER, OUTSIDE, WITHIN, choose
+from quiver.stages.prompt.order import NEVER, OUTSIDE, WITHIN, choose, choose_rows
 from quiver.stages.prompt.stage import Config
 from tests.stages.optimize.world import write_rewards
 
@@ -117,6 +119,27 @@ def test_the_last_mean_counts_and_the_bounds_are_within(store, policy, source):
         ([middle, hard], (4, 0, 4)),
     ]:
         assert counts(prompts_of(store, source, 2, *scored, limit=8)) == expected
+
+
+@pytest.mark.parametrize(
+    ("bounds", "rewards"),
+    [
+        ({"low": 0.7, "high": 0.9}, (0.7, 0.7)),
+        ({"low": 0.7, "high": 0.9}, (0.4, 1.0)),
+        ({"low": 0.0, "high": 0.1}, (0.1, 0.1)),
+        ({"low": -0.1, "high": 0.0}, (-0.1, -0.1)),
+        ({"low": 700.7, "high": 900.0}, (700.7, 700.7)),
+    ],
+)
+def test_a_mean_at_a_bound_is_within_though_rewards_are_float32(bounds, rewards):
+    config = Config(source="rows.jsonl", limit=1, round=2, curriculum={**MIDDLE, **bounds})
+    table = pa.table({"group_id": ["a"] * 2, "reward": pa.array(rewards, pa.float32())})
+    about = {"source_sha256": "", "group_id": None, "group_prefix": ""}
+    manifest = SimpleNamespace(input=lambda role: None, config=about)
+    scored = SimpleNamespace(manifest=manifest, ref="r/rewards@1", table=table.select)
+    store = SimpleNamespace(with_expired=lambda: None)
+    _, found = choose_rows(config, ["a"], [scored], store)
+    assert found == {NEVER: 0, WITHIN: 1, OUTSIDE: 0}
 
 
 def test_what_is_not_given_is_forgotten(store, policy, source):

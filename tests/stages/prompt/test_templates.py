@@ -530,7 +530,7 @@ def test_arguments_of_a_row_reach_the_template(policy_of):
     ("cells", "why"),
     [
         ({"tools": ["search"]}, "column tools cannot be read: Expecting value"),
-        ({"tools": [{"name": "f", "since": datetime.date(2020, 1, 2)}]}, "date is not JSON"),
+        ({"tools": [{"name": "f", "since": datetime.date(2020, 1, 2)}]}, "0.since is a date"),
         ({"tools": '"search"'}, "column tools holds text, expected a list of schemas"),
         ({"tools": [{"type": "function"}]}, "expected a function's schema"),
         ({"arguments": [1]}, f"column {ARGUMENTS} holds a list, expected an object"),
