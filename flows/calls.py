@@ -241,7 +241,7 @@ def check_stages(
             continue
         if run.checked.isdisjoint({(stage, ""), (stage, form)}):
             try:
-                load_stage(stage).check(config, {**columns, **dict.fromkeys(offered)}, version)
+                load_stage(stage).check(config, {**columns, **dict.fromkeys(offered, ())}, version)
             except QuiverError as error:
                 if version is not None:
                     sources = f"{version.ref} and what it was made of"
