@@ -1,6 +1,7 @@
 """Functions that were written for TRL or for verl score as they are."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -118,6 +119,11 @@ def test_what_is_missing_is_told_before_anything_runs():
     ):
         with pytest.raises(ConfigError, match=words):
             preview(Config(functions=[section]), columns)
+    judge = {"dialect": "openai-judge", "model": "m", "range": [0, 1], "urls": ["http://[::1]"]}
+    for rubric, words in (("{reward_model.x} {completion}", None), ("{truth}", "needs truth")):
+        told = pytest.raises(ConfigError, match=words) if words else nullcontext()
+        with told:
+            preview(Config(servers=[{**judge, "rubric": rubric}]), VERL_ROWS.keys())
     with pytest.raises(ValueError, match="style applies only to your own function"):
         FunctionConfig(use="numeric", style="verl")
 
