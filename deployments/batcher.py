@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -78,9 +79,13 @@ class Batcher:
                     await asyncio.sleep(self._limits.wait)
                 while len(batch) < self._limits.rows and not self._rows.empty():
                     batch.append(self._rows.get_nowait())
-                alike: dict[frozenset[str], list[Any]] = {}
+                # rows of different requests may have the same id, and scorers tell rows by it
+                times = Counter[str]()
+                alike: dict[tuple[frozenset[str], int], list[Any]] = {}
                 for row, future in batch:
-                    alike.setdefault(frozenset(row.columns), []).append((row, future))
+                    key = frozenset(row.columns), times[row.id]
+                    times[row.id] += 1
+                    alike.setdefault(key, []).append((row, future))
                 for waiting in alike.values():
                     rows, futures = zip(*waiting, strict=True)
                     try:
@@ -101,12 +106,11 @@ class Batcher:
 
 
 def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[Scored]:
-    """Score rows that have the same columns as the [reward] section and its stage do. Raises
-    ConfigError if a scorer needs a missing column."""
+    """Score rows that have the same columns, and different ids, as the [reward] section and its
+    stage do. Raises ConfigError if a scorer needs a missing column."""
     for scorer in scorers:
-        scorer.require(rows[0].columns)
-    # rows of different requests may have the same id
-    batch = as_batch([row._replace(id=str(index)) for index, row in enumerate(rows)])
+        scorer.require([*rows[0].columns])
+    batch = as_batch(rows)
     ((_, parts_of),) = score_all(scorers, [(0, batch)], Allowance(math.inf))
     scored = []
     for index, row in enumerate(rows):
@@ -117,7 +121,9 @@ def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[S
             if part.error is not None
         ]
         extra = {
-            name: json.loads(part.extra) for name, part in parts.items() if part.extra is not None
+            name: _without_halves(json.loads(part.extra))
+            for name, part in parts.items()
+            if part.extra is not None
         }
         reward = None
         if config.overlong and row.completion_ids is None:
@@ -133,3 +139,8 @@ def score_rows(config: Config, scorers: list[Scorer], rows: list[Row]) -> list[S
         numbers = {name: part.value for name, part in parts.items()}
         scored.append(Scored(reward, "; ".join(errors) or None, numbers, extra))
     return scored
+
+
+def _without_halves(extra: Any) -> Any:
+    """Replace half characters, such as cut emoji, which no answer can hold."""
+    return json.loads(json.dumps(extra, ensure_ascii=False).encode(errors="replace"))

@@ -125,13 +125,30 @@ def deploy(recipe: Recipe, where: Where) -> dict[str, Any]:
 
 
 def recipe_parameters(
-    file: str, pool: str, folder: str | None = None, settings: list[str] | None = None
+    file: str,
+    pool: str,
+    folder: str | None = None,
+    settings: list[str] | None = None,
+    nightly: bool = False,
 ) -> dict[str, Any]:
     """Return the recipe in `file` as parameters: a build step of prefect.yaml, used as
-    `{{ id.recipe }}`. It makes the checks of `deploy`."""
+    `{{ id.recipe }}`. It makes the checks of `deploy`.
+
+    Args:
+        nightly: True if the entry point is quiver.flows.nightly.nightly, which a recipe with
+            [promotion] needs.
+    """
     check_api()
+    recipe = load(file, settings or [])
+    if nightly != ("promotion" in recipe.model_fields_set):
+        has, name = ("no", "scheduled") if nightly else ("a", "nightly")
+        raise ConfigError(
+            f"recipe {printable(file)}",
+            f"has {has} section [promotion], so its entry point is quiver.flows.{name}.{name}",
+            next=f"name that in entrypoint, and set nightly: {str(not nightly).lower()} in the "
+            "inputs of the build step",
+        )
     with get_client(sync_client=True) as client:
-        recipe = load(file, settings or [])
         install(client, silent_runs())
         absolute = _seen_from(recipe, {pool: _pool(client, pool)}, folder)
         return {"recipe": absolute.model_dump(mode="json", exclude_unset=True)}

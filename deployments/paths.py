@@ -3,8 +3,9 @@ could not see. Look here if a deployed recipe names a missing file.
 
 A worker runs in another folder, perhaps on another host or in a container. So relative paths are
 taken from the folder of the command, and files that must exist are checked at once. Values that are
-no paths stay as they are: hub ids, `package:…`, `datasets:NAME`, Quiver's own functions, installed
-modules, commands of MCP servers, and the arguments of functions and of vLLM.
+no paths of this host stay as they are: hub ids, `package:…`, `datasets:NAME`, Quiver's own
+functions, installed modules, commands of MCP servers, the arguments of functions and of vLLM, and
+interpreters of stages that a pool runs.
 
     recipe, paths = make_absolute(load("recipe.toml"), "work pool gpu")
     check_visible(paths, mounts=("/srv/quiver",), where="work pool gpu (docker)")
@@ -33,10 +34,12 @@ from quiver.stages.turns.environment_config import ENVIRONMENTS, TOOLS
 Paths = dict[str, Path]
 """Absolute paths by the key that names them, such as `data.source`."""
 _DATASETS = "datasets:"
+_PYTHON = "placement.python."
 _MADE_LATER = ("store", "optimize.tracker_folder")
 """Keys of folders that a run makes."""
 Reading = tuple[Path | None, str]
-"""The path in a text, and what follows it, such as `:function`. None: the text is no path."""
+"""The path in a text, and what follows it, such as `:function`. None: the text is no path.
+Readers are also told in which folder a path may be looked for."""
 
 
 def make_absolute(
@@ -45,21 +48,26 @@ def make_absolute(
     """Return the recipe with absolute paths, and those paths.
 
     Args:
-        folder: Folder of relative paths. Default: the current folder.
+        folder: Folder of relative paths. Default: the current folder. If it is not here, a model
+            `a/b` is a path if the current folder has it, and else a hub id.
         must_exist: If false, files may lie in a container image and are not checked. The store and
             the trackers' folder never need to exist yet.
 
     Raises ConfigError if a path is missing, or if a module is found only in the current folder.
     """
+    base = Path(folder or "").absolute()
+    # a folder that is not here is inside an image, whose files are taken to lie here as well
+    seen = base if base.is_dir() else Path.cwd()
     sections = recipe.model_dump(mode="json", exclude_unset=True)
     sections.setdefault("store", recipe.store)
     paths: Paths = {}
     for key, kind in PATHS.items():
         for holder, last, name in _values(sections, key.split("."), []):
-            if is_url(holder[last]):
+            is_elsewhere = name.removeprefix(_PYTHON) in recipe.placement.pools
+            if is_url(holder[last]) or is_elsewhere:
                 continue
-            path, function = kind(holder[last])
-            path = path and Path(folder or "").absolute() / path
+            path, function = kind(holder[last], seen)
+            path = path and base / path
             if path is None:
                 _check_importable(name, holder[last], where)
                 continue
@@ -113,38 +121,38 @@ def check_visible(paths: Paths, mounts: tuple[str, ...], where: str) -> None:
 # -- what a value names
 
 
-def _path(text: str) -> Reading:
+def _path(text: str, seen: Path) -> Reading:
     return Path(os.path.expanduser(text)), ""
 
 
-def _code(text: str) -> Reading:
+def _code(text: str, seen: Path) -> Reading:
     """Split `file.py:function`. A module, or the name of one of Quiver's functions, is no path."""
     holder, colon, attribute = text.rpartition(":")
-    return (_path(holder)[0], colon + attribute) if holder.endswith(".py") else (None, "")
+    return (_path(holder, seen)[0], colon + attribute) if holder.endswith(".py") else (None, "")
 
 
-def _model(text: str) -> Reading:
-    """Read a model: an existing directory or file, or a text that looks like a path; else a
-    function, a package's file, or a hub id."""
+def _model(text: str, seen: Path) -> Reading:
+    """Read a model: a directory or file that exists below `seen`, or a text that looks like a path;
+    else a function, a package's file, or a hub id."""
     path = Path(os.path.expanduser(text))
     looks_like = text.startswith((".", "/", "~")) or path.suffix == ".gguf" or text.count("/") > 1
-    is_path = path.exists() or (looks_like and ":" not in text)
-    return (path, "") if is_path and not text.startswith("package:") else _code(text)
+    is_path = (seen / path).exists() or (looks_like and ":" not in text)
+    return (path, "") if is_path and not text.startswith("package:") else _code(text, seen)
 
 
-def _rows(text: str) -> Reading:
+def _rows(text: str, seen: Path) -> Reading:
     if text.startswith(_DATASETS):  # a folder, or a hub id
-        return _model(text.removeprefix(_DATASETS))
-    return _path(text) if Path(text).suffix in SUFFIXES else _code(text)
+        return _model(text.removeprefix(_DATASETS), seen)
+    return _path(text, seen) if Path(text).suffix in SUFFIXES else _code(text, seen)
 
 
-def _interpreter(text: str) -> Reading:
+def _interpreter(text: str, seen: Path) -> Reading:
     """Search PATH for a bare name. Links are not followed, since a virtual environment's python is
     one."""
-    return _path(text if "/" in text else shutil.which(text) or text)
+    return _path(text if "/" in text else shutil.which(text) or text, seen)
 
 
-_PATHS: dict[str, Callable[[str], Reading]] = {
+_PATHS: dict[str, Callable[[str, Path], Reading]] = {
     "store": _path,
     "policy.model": _model,
     "data.source": _rows,

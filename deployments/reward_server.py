@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hmac
+import itertools
 import logging
 import signal
 import socket
@@ -202,6 +203,7 @@ def make_app(
         keeps_end_tokens: If true, end tokens that openrlhf sends are scored.
     """
     batcher = Batcher(lambda rows: score_rows(config, scorers, rows), limits)
+    numbers = itertools.count()
 
     app = FastAPI(
         title="Quiver reward server",
@@ -231,6 +233,9 @@ def make_app(
     async def get_reward(request: openrlhf.Request) -> Response:
         """Score queries that begin with their prompts, as OpenRLHF sends them."""
         rows = request.as_rows(label, keeps_end_tokens=keeps_end_tokens)
+        rows = [
+            row._replace(id=str(next(numbers))) for row in rows
+        ]  # so that none waits for another
         scored = await batcher.score(rows) if rows else []
         return JSONResponse(openrlhf.answer(request, rows, scored))
 

@@ -38,7 +38,7 @@ from quiver.stages.core.run.stage import Refs, load_stage
 from quiver.stages.core.store import Store
 
 from .dispatch import run_at
-from .placement import keeps_engine, trains_here, where_of
+from .placement import keeps_engine, runs_here, where_of
 from .prefect_server import tell_version
 from .recipe import Recipe
 from .slots import visible_gpus
@@ -224,9 +224,9 @@ def check_stages(
     missing.
 
     A stage that is checked without prompts is not checked again. With prompts, it is checked once
-    for each form of prompts: their columns, and the text with which an answer starts. Optimize is
-    checked only if it runs under this interpreter. `offered`: columns that a reward function may
-    read besides the prompts'.
+    for each form of prompts: their columns, and the text with which an answer starts. A stage is
+    checked only if it runs on this host and under this interpreter. `offered`: columns that a
+    reward function may read besides the prompts'.
     """
     run = _RUN.get()
     columns: dict[str, Any] = {}
@@ -237,11 +237,11 @@ def check_stages(
         columns = fields_of(version.table().schema.field("columns").type) or {}
         form = digest([columns, version.manifest.metrics.get("assistant_starts")])
     for stage, config in configs.items():
-        if stage == "optimize" and not trains_here(run.recipe.placement):
+        if not runs_here(run.recipe.placement, stage):
             continue
         if run.checked.isdisjoint({(stage, ""), (stage, form)}):
             try:
-                load_stage(stage).check(config, {**columns, **dict.fromkeys(offered)}, version)
+                load_stage(stage).check(config, {**columns, **dict.fromkeys(offered, ())}, version)
             except QuiverError as error:
                 if version is not None:
                     sources = f"{version.ref} and what it was made of"

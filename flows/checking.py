@@ -36,7 +36,7 @@ from .doubts import (
     unused,
 )
 from .first_rows import Answered, FirstRows, Source, first_rows, read_sources, require_references
-from .placement import trains_here
+from .placement import runs_here
 from .preflight import finished, made_policy, preflight
 from .recipe import Recipe
 from .sections import Generate
@@ -176,7 +176,7 @@ def try_stages(recipe: Recipe) -> list[str]:
         if held_out != columns:
             load_stage("reward").check(recipe.reward, [*held_out, *recipe.offered_columns])
     tried = ["reward"] if recipe.generate.turns is None else ["generate", "reward"]
-    if trains_here(recipe.placement):
+    if runs_here(recipe.placement, "optimize"):
         config = recipe.optimize_config()
         load_stage("optimize").check(config, [*columns, *recipe.offered_columns])
         tried.append("optimize")

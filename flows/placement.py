@@ -121,9 +121,10 @@ def check_places(placement: Placement, store: str) -> None:
         )
 
 
-def trains_here(placement: Placement) -> bool:
-    """True if optimize runs under this interpreter; another one's needs cannot be checked here."""
-    return "optimize" not in placement.pools | placement.python
+def runs_here(placement: Placement, stage: str) -> bool:
+    """True if `stage` runs on this host and under this interpreter; another one's needs cannot be
+    checked here."""
+    return stage not in placement.pools | placement.python
 
 
 def require_server(name: str) -> None:

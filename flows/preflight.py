@@ -40,7 +40,7 @@ from quiver.stages.optimize.classifier import find_classifier
 from quiver.stages.reward.preview import preview
 from quiver.stages.reward.turns import ENVIRONMENT
 
-from .placement import check_places, check_resident, trains_here
+from .placement import check_places, check_resident, runs_here
 from .recipe import Recipe
 from .slots import require_gpus
 
@@ -71,7 +71,7 @@ def preflight(recipe: Recipe) -> Recipe:
     if is_function(recipe.policy.model):
         plugins.definition(recipe.policy.model, "policy.model")
     refuse_scripted("generate.engine scripted", recipe.generate.engine, recipe.optimize_config())
-    if trains_here(recipe.placement):
+    if runs_here(recipe.placement, "optimize"):
         load_stage("optimize").check(recipe.optimize_config(), ())
     credit = recipe.optimize.credit
     turns = recipe.generate.turns
@@ -114,7 +114,7 @@ def check_base(recipe: Recipe, open: Callable[[str], Version], policy: Version) 
     check_engines(recipe, policy)
     config = recipe.optimize_config()
     find_classifier(config, open, policy)
-    if config.lora and trains_here(recipe.placement):
+    if config.lora and runs_here(recipe.placement, "optimize"):
         from quiver.stages.optimize.lora import require_layers
 
         require_layers(config.lora, policy)

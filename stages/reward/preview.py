@@ -29,7 +29,8 @@ from .pool.calls import describe
 from .pool.habits import VERL_COLUMNS, column_of, require, takes_of
 from .pool.pool import Pool
 from .pool.scorer import FunctionScorer
-from .servers.dialects.rows import fields
+from .scoring import require_columns
+from .servers.dialects import DIALECTS
 
 _COMPLETION = "0"
 """A completion that every comparing function reads quickly, as a number and as JSON."""
@@ -47,7 +48,7 @@ class Reads(NamedTuple):
 def preview(config: Config, columns: Iterable[str]) -> Reads:
     """Return the `columns` of the source that are read. Raises ConfigError or SecurityError if a
     scorer is missing, or if it asks by name for a missing column, or a missing field where
-    `columns` is a mapping that gives their fields (see `require` of pool.habits)."""
+    `columns` is a mapping that gives their fields (see `require_columns` of scoring)."""
     columns = columns if isinstance(columns, Mapping) else [*columns]
     with_fingerprints(config)
     names: set[str] = set()
@@ -66,7 +67,9 @@ def preview(config: Config, columns: Iterable[str]) -> Reads:
         names |= {column_of(parameter, function, columns) for parameter in parameters}
         may_be_all |= takes is None and function.style == "quiver"
     for server in config.servers:
-        names |= {*(server.columns or ()), server.label, *fields(server.rubric)}
+        sent = DIALECTS[server.dialect].columns(server) or set()
+        require_columns(f"reward server {server.name}", sent, columns)
+        names |= sent
         may_be_all |= server.dialect == "quiver" and server.columns is None
     by_name = {name: name if name in columns else name.partition(".")[0] for name in names}
     return Reads({name: of for name, of in by_name.items() if of in columns}, may_be_all)

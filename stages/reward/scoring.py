@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, NamedTuple, Protocol
 
 from pydantic import AfterValidator, Field
@@ -114,10 +115,21 @@ def as_extra(beside: Any) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def require_columns(owner: str, needs: Iterable[str], columns: Iterable[str]) -> None:
-    """Raise ConfigError unless everything that `owner` needs is offered, or a column."""
+def require_columns(
+    owner: str, needs: Iterable[str], columns: Iterable[str], next: str = ""
+) -> None:
+    """Raise ConfigError unless everything that `owner` needs is offered, or a column, or a field
+    `a.b` of a column a.
+
+    Args:
+        columns: Names. A mapping also gives the fields of each (see `fields_of` of schemas.cells).
+        next: Further advice about a missing column.
+    """
+    fields = dict(columns) if isinstance(columns, Mapping) else {}
     columns = sorted(columns)
-    for missing in sorted(set(needs) - {*OFFERED, *columns}):
+    named = {*OFFERED, *columns}
+    dotted = {need for need in needs if need not in named and need.partition(".")[0] in named}
+    for missing in sorted(set(needs) - named - dotted):
         if missing in MEDIA.values():
             raise ConfigError(
                 owner,
@@ -135,5 +147,42 @@ def require_columns(owner: str, needs: Iterable[str], columns: Iterable[str]) ->
             f"needs {quoted_name(missing)}, which is neither a column of the prompts "
             f"({printable(', '.join(map(quoted_name, columns))) or 'none'}) nor one of "
             f"{', '.join(OFFERED)}{did_you_mean(missing, [*columns, *OFFERED])}",
-            next="rename the column, or correct what asks for it in the recipe or the function",
+            next="rename the column, or correct what asks for it in the recipe or the function"
+            + next,
         )
+    for column in sorted(dotted):
+        outer, *inner = column.split(".")
+        known = fields.get(outer)
+        for field in inner:
+            if known is None:
+                break
+            if field not in known:
+                raise ConfigError(
+                    owner,
+                    f"needs {printable(column)}, but {printable(outer)} has no field "
+                    f"{printable(field)}{did_you_mean(field, known)}",
+                    next="correct what asks for it in the recipe, or the source",
+                )
+            outer, known = f"{outer}.{field}", known[field]
+
+
+def cells_of(column: str, batch: Batch) -> list[Any] | None:
+    """Return the cells of a column of `batch`, or of a field `a.b` of column a; None if there is no
+    such column. A cell that is no object, or lacks the field, gives None. JSON text is parsed, as a
+    CSV file holds it.
+    """
+    if column in batch:
+        return batch[column]
+    outer, dot, field = column.rpartition(".")
+    cells = cells_of(outer, batch) if dot else None
+    if cells is None:
+        return None
+    objects = map(_parsed, cells)
+    return [cell.get(field) if isinstance(cell, Mapping) else None for cell in objects]
+
+
+def _parsed(cell: Any) -> Any:
+    """Return what JSON text holds; any other cell unchanged."""
+    with suppress(TypeError, ValueError, RecursionError):
+        return json.loads(cell) if isinstance(cell, str) else cell
+    return None

@@ -96,7 +96,7 @@ class Shards:
                 columns = fields_of(self._prompts.schema.field("columns").type) or {}
                 of_turns = OF_TURNS if turns.has_turns(self._rollouts) else ()
                 shown = {*media.OFFERED} & {*self._prompts.column_names}
-                columns |= dict.fromkeys([*of_turns, *shown])
+                columns |= dict.fromkeys([*of_turns, *shown], ())
                 for scorer in self._scorers:
                     scorer.require(columns)
             while self._handout.wait_for_work():

@@ -9,9 +9,9 @@ A row's reward is the weighted sum of the scorers' numbers, clipped to `reward_c
 `overlong` penalty. A function scores a batch at once; if it raises, hangs or crashes, each row is
 scored in a call of its own, within `timeout_seconds`, so that only the row at fault fails. A scorer
 that gives None for a row is left out of that row's sum. The reward is null if all scorers gave
-None, if one of them failed, or if the row's episode failed. Only a failed scorer makes a failed
-row. If more rows fail than `max_invalid` allows, the stage ends with RewardError as soon as that is
-certain; finished shards are kept.
+None (those of weight 0 aside), if one of them failed, or if the row's episode failed. Only a failed
+scorer makes a failed row. If more rows fail than `max_invalid` allows, the stage ends with
+RewardError as soon as that is certain; finished shards are kept.
 
 `with_fingerprints` fills in the fingerprint of each scorer (of a function, the hash of its file),
 or raises if the config asks for another one. Fingerprints enter the run key, so an edited function

@@ -206,8 +206,9 @@ def weigh(
     """Return the reward of one row, R = clip(Σ_f weight_f · part_f) over the scorers that gave a
     value.
 
-    None if a scorer failed, or if none gave a value. Raises NumericError if R is not finite as
-    float32.
+    None if a scorer failed, or if none gave a value. A scorer of weight 0 is only observed: its
+    value does not make a reward, unless all weights are 0. Raises NumericError if R is not finite
+    as float32.
 
     >>> weights = {"a": 1.0, "b": 2.0, "c": 9.0}
     >>> weigh({"a": Part(1.0), "b": Part(0.5), "c": Part()}, weights, (0.0, 1.5))
@@ -215,8 +216,11 @@ def weigh(
     >>> weigh({"a": Part(1.0), "b": Part(error="ValueError")}, weights, None) is None
     True
     """
+    counting = {name for name, weight in weights.items() if weight} or weights.keys()
     weighted = [
-        weights[name] * part.value for name, part in parts.items() if part.value is not None
+        weights[name] * part.value
+        for name, part in parts.items()
+        if name in counting and part.value is not None
     ]
     if not weighted or any(part.error is not None for part in parts.values()):
         return None

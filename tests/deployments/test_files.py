@@ -23,10 +23,13 @@ from prefect.client.schemas.schedules import CronSchedule
 from prefect.flows import load_flow_from_entrypoint
 from prefect.utilities.callables import parameter_schema
 
+from quiver.deployments import deploy
 from quiver.deployments.automations import HEARTBEAT_SECONDS, TAG
 from quiver.deployments.deploy import recipe_parameters
 from quiver.deployments.paths import make_absolute
 from quiver.flows.recipe import load
+from quiver.schemas.errors import ConfigError
+from tests.flows.conftest import RECIPE
 
 ROOT = Path(__file__).parents[2]
 FILE = yaml.safe_load((ROOT / "deployments/prefect.yaml").read_text())
@@ -134,6 +137,19 @@ def test_the_recipe_of_an_entry_is_whole_where_it_runs(entry, monkeypatch):
             assert (ROOT / path.relative_to(folder or ROOT)).exists()
     if kind_of(entry) == "docker":
         assert entry["work_pool"]["job_variables"]["volumes"] == ["/srv/quiver:/srv/quiver"]
+
+
+@pytest.mark.parametrize("nightly", [False, True])
+def test_a_recipe_is_refused_at_the_other_entry_point(nightly, tmp_path, monkeypatch):
+    """The flow of the other would never promote, or has nothing to decide."""
+    monkeypatch.setattr(deploy, "check_api", lambda: "")
+    (tmp_path / "recipe.toml").write_text(RECIPE + ("" if nightly else "[promotion]\n"))
+    name = "scheduled" if nightly else "nightly"
+    words = rf"so its entry point is quiver\.flows\.{name}\.{name}"
+    with pytest.raises(ConfigError, match=words) as caught:
+        recipe_parameters(str(tmp_path / "recipe.toml"), "cpu", nightly=nightly)
+    assert f"nightly: {str(not nightly).lower()}" in caught.value.next
+    load_flow_from_entrypoint(f"quiver.flows.{name}.{name}")
 
 
 @pytest.mark.parametrize("entry", ENTRIES.values(), ids=ENTRIES)

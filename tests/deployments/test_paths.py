@@ -167,6 +167,37 @@ def test_environments_and_tools_by_their_files(tmp_path):
     )
 
 
+@pytest.mark.parametrize("must_exist", [True, False])
+def test_models_and_datasets_are_looked_for_in_the_folder(
+    folder, tmp_path, monkeypatch, must_exist
+):
+    """`a/b` may be a hub id; the folder that is named tells, not that of the command."""
+    (folder / "some/model").mkdir(parents=True)
+    (folder / "some/rows").mkdir()
+    settings = ["policy.model='some/model'", "data.source='datasets:some/rows'"]
+    options = {"must_exist": must_exist}
+    loaded = load("recipe.toml", settings)
+    image, _ = make_absolute(loaded, "a pool", folder="/not/here", must_exist=False)
+    assert image.policy.model == "/not/here/some/model"
+    monkeypatch.chdir(tmp_path)
+    recipe, paths = make_absolute(loaded, "a pool", folder=folder, **options)
+    assert recipe.policy.model == str(paths["policy.model"]) == f"{folder}/some/model"
+    assert recipe.data.source == f"datasets:{folder}/some/rows"
+    monkeypatch.chdir(folder)
+    (tmp_path / "empty").mkdir()
+    loaded = load("recipe.toml", ["policy.model='some/model'"])
+    recipe, _ = make_absolute(loaded, "a pool", folder=tmp_path / "empty", must_exist=False)
+    assert recipe.policy.model == "some/model"
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", "python3.11"])
+def test_the_interpreter_of_a_stage_in_a_pool_is_its_hosts(folder, python):
+    setting = f"placement.python.generate={python!r}"
+    recipe, paths = make_absolute(load("recipe.toml", [setting, "placement.generate=x"]), "a pool")
+    assert recipe.placement.python == {"generate": python}
+    assert "placement.python.generate" not in paths
+
+
 def _inline(section: dict) -> str:
     """A section as a table of TOML in one line."""
     return "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in section.items()) + "}"

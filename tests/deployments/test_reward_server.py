@@ -35,6 +35,14 @@ def picky(completions, answer):
             raise ValueError("cannot score " + text)
     return [None if want is None else {"reward": float(want in text), "seen": text} for text, want in zip(completions, answer)]
 
+def cut(completions, rollout_ids):
+    if "boom" in completions:
+        raise ValueError("boom \\ud83d")
+    return [{"reward": 1.0, "id\\ud83d": id + "\\ud83d"} for id in rollout_ids]
+
+def length_of(completions, answer):
+    return [None if want is None else float(len(want)) for want in answer]
+
 def words(completions, **columns):
     return [float(len(text.split())) for text in completions]
 """
@@ -164,6 +172,43 @@ def test_the_whole_section_makes_the_reward():
     assert scored[2].parts == {"numeric": 1.0, "length": 0.0, "overlong": -1.0}
     assert scored[3].error.startswith("numeric: ")
     assert "holds no number" in scored[4].error and "overlong counts" in scored[4].error
+
+
+def test_a_function_is_given_the_ids_of_the_request_and_may_cut_characters(recipe):
+    """Rows of two requests with one id are told apart, and half a character is replaced."""
+    row = {"id": "é-7", "prompt": "?", "completion": "7"}
+    cut = {"use": f"{recipe.with_name('mine.py')}:cut", "extra": True}
+    config = Config(functions=[cut])
+
+    async def ask_twice(batcher):
+        work = asyncio.create_task(batcher.work())
+        requests = [quiver.Request(format=1, rows=[row, {**row, "id": id}]) for id in "ab"]
+        answers = await asyncio.gather(*(batcher.score(each.as_rows()) for each in requests))
+        work.cancel()
+        return answers
+
+    with open_scorers(config) as scorers, web_of(config, scorers) as web:
+        rows = [row, {**row, "id": "b"}, {**row, "id": "c", "completion": "boom"}]
+        answers = web.post("/v1/score", json={"format": 1, "rows": rows}).json()["rows"]
+        batcher = Batcher(lambda rows: score_rows(config, scorers, rows), Limits(wait=0.2))
+        twice = asyncio.run(ask_twice(batcher))
+    ids = [{"cut": {"id?": f"{id}?"}} for id in ("é-7", "b", "a")]
+    assert [answer["extra"] for answer in answers] == [*ids[:2], {}]
+    assert "ValueError: boom" in answers[2]["error"]
+    assert [[row.extra for row in rows] for rows in twice] == [[ids[0], ids[2]], ids[:2]]
+
+
+def test_a_row_without_the_field_that_a_function_reads_stays_alone(recipe):
+    """Its cell tells nothing of the fields that other rows have."""
+    columns = {"answer": "about.truth"}
+    function = {"use": f"{recipe.with_name('mine.py')}:length_of", "columns": columns}
+    config = Config(functions=[function])
+    cells = ['{"truth": "abc"}', "N/A", {"other": 1}]
+    with open_scorers(config) as scorers:
+        for asked in cells, cells[1:], cells[2:], cells[1:2]:
+            rows = [Row(str(at), "?", "7", {"about": cell}) for at, cell in enumerate(asked)]
+            rewards = [row.reward for row in score_rows(config, scorers, rows)]
+            assert rewards == [3.0 if cell == cells[0] else None for cell in asked]
 
 
 def test_no_sum_leaves_float32():

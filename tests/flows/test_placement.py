@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,13 +10,13 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from quiver.flows import nightly
-from quiver.flows.calls import by_hand
-from quiver.flows.placement import check_places, trains_here, where_of
+from quiver.flows.calls import by_hand, check_stages
+from quiver.flows.placement import check_places, runs_here, where_of
 from quiver.flows.pool import answer_in, for_workers
 from quiver.flows.post_train import Chain
 from quiver.flows.recipe import load
 from quiver.flows.stage import require_store
-from quiver.schemas.errors import ConfigError, NumericError
+from quiver.schemas.errors import ConfigError, NumericError, QuiverError
 from quiver.stages.core.run.call import Call, Where
 from quiver.stages.core.store import Store
 from tests.flows.conftest import RECIPE
@@ -150,8 +151,19 @@ def test_a_night_is_measured_at_its_end_alone(recipe, tmp_path):
 def test_what_trains_elsewhere_is_not_checked_here(recipe):
     """In a pool, or under another interpreter: this one need not have what it needs."""
     settings = ("run=tiny", "placement.optimize=gpus", "placement.python.optimize=/v/bin/python")
-    trains = [trains_here(recipe(setting).placement) for setting in settings]
+    trains = [runs_here(recipe(setting).placement, "optimize") for setting in settings]
     assert trains == [True, False, False]
+
+
+@pytest.mark.parametrize("place", ["placement.reward=gpus", "placement.python.reward=/v/python"])
+def test_what_scores_elsewhere_has_its_secrets_there(recipe, monkeypatch, place):
+    monkeypatch.delenv("QUIVER_JUDGE_KEY", raising=False)
+    server = "{dialect='quiver', urls=['https://judge.example'], token='env:QUIVER_JUDGE_KEY'}"
+    for settings in [place], []:
+        loaded = recipe(f"reward={{servers=[{server}]}}", *settings)
+        here = nullcontext() if settings else pytest.raises(QuiverError, match="QUIVER_JUDGE_KEY")
+        with here, by_hand(loaded):
+            check_stages({"reward": loaded.reward})
 
 
 def test_what_needs_no_prompts_is_told_before_the_base_model_is_imported(

@@ -79,6 +79,7 @@ class Forward:
         """True if its values come from a head on the last hidden state."""
         self.budget = config.token_budget or (8192 if cuda else 2048)
         self.way = ""
+        """Empty until a batch shows it."""
 
     @torch.inference_mode()
     def score(self, inputs: list[list[int]], groups: Sequence[Hashable]) -> torch.Tensor:
@@ -96,10 +97,11 @@ class Forward:
             products(self.device),
             torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext(),
         ):
-            self.way = self.way or self._choose_way(inputs, groups)
-            values = self._run(self.way, inputs, groups)
+            self.way = self.way or self._choose_way(inputs)
+            way = self.way or "single"
+            values = self._run(way, inputs, groups)
             broken = (~values.isfinite()).any(1).nonzero()[:, 0].tolist()
-            if broken and self.way != "single":  # in a strip one input's NaN can reach others
+            if broken and way != "single":  # in a strip one input's NaN can reach others
                 values[broken] = self._run("single", [inputs[row] for row in broken], broken)
             return values.cpu()
 
@@ -180,20 +182,25 @@ class Forward:
 
     # -- which of them
 
-    def _choose_way(self, inputs: list[list[int]], groups: Sequence[Hashable]) -> str:
-        """Return the first way whose values agree with the model's own on up to three short inputs:
-        the shortest, another of its group, and one of another group."""
+    def _choose_way(self, inputs: list[list[int]]) -> str:
+        """Return the first way whose values agree with the model's own on three inputs: a short
+        one, and two made of its ids, one that begins like it and one that does not.
+
+        A batch may hold neither, and would show no error then. Empty if no input can be so changed.
+        """
         if depends_on_length(self.model.config):
             log.warning(
                 "reward model: its positions depend on the length of the row, so one input runs "
                 "at a time"
             )
             return "single"
-        first, *others = sorted(range(len(inputs)), key=lambda row: len(inputs[row]))
-        mates = [row for row in others if groups[row] == groups[first]]
-        strangers = [row for row in others if groups[row] != groups[first]]
-        rows = [first, *mates[:1], *strangers[:1]]
-        probe = [inputs[row] for row in rows], [groups[row] for row in rows]
+        first = min((ids for ids in inputs if len(set(ids)) > 2), key=len, default=None)
+        if first is None:
+            return ""
+        # the last id stays: some models look for their end token
+        mate = [first[0], *first[2:]]
+        stranger = [*first[1:-1], first[0], first[-1]]
+        probe = [first, mate, stranger], [0, 0, 1]
         expected = self._run("single", *probe)
         bound = TOLERANCE[self.model.dtype] * max(1.0, float(expected.abs().max()))
         for way in WAYS[:-1] if self.has_plain_head else ("padded",):
@@ -217,9 +224,9 @@ def _load(folder: Path, language_model: bool, dtype: torch.dtype) -> PreTrainedM
     make_first_calls()
     loader = AutoModelForCausalLM if language_model else AutoModelForSequenceClassification
     model = load_pretrained(loader, folder, f"reward model {folder.name}", dtype=dtype)
-    # a single input has no padding, even if it ends with the pad id
-    model.config.pad_token_id = None
-    model.config.get_text_config().pad_token_id = None
+    # a single input has no padding, even if it ends with the pad id; some configs admit no None
+    for config in (model.config, model.config.get_text_config()):
+        vars(config)["pad_token_id"] = None
     return model.eval()
 
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, did_you_mean, printable
 from quiver.stages.reward.functions import shipped
 from quiver.stages.reward.functions.config import FunctionConfig
-from quiver.stages.reward.scoring import OFFERED, Batch, require_columns
+from quiver.stages.reward.scoring import OFFERED, Batch, cells_of, require_columns
 
 LOGS = ("log_extra", "log_metric")
 """Parameters that are functions instead of columns, valid during a call."""
@@ -70,8 +68,6 @@ def require(config: FunctionConfig, about: About, columns: Iterable[str]) -> Non
     Args:
         columns: Names. A mapping also gives the fields of each (see `fields_of` of schemas.cells).
     """
-    fields = dict(columns) if isinstance(columns, Mapping) else {}
-    columns = list(columns)
     needs = about.needs
     owner = f"reward function {config.name}"
     if config.style == "quiver" and "solution_str" in {*needs} - {*columns, *config.columns}:
@@ -90,27 +86,9 @@ def require(config: FunctionConfig, about: About, columns: Iterable[str]) -> Non
                 next="correct columns of that function in the recipe",
             )
     parameters = dict.fromkeys([*needs, *config.columns])
-    found = [column_of(parameter, config, columns) for parameter in parameters]
-    named = {*OFFERED, *columns}
     require_columns(
-        owner,
-        [column if column in named else column.partition(".")[0] for column in found],
-        columns,
+        owner, [column_of(parameter, config, columns) for parameter in parameters], columns
     )
-    for column in set(found) - named:
-        outer, *inner = column.split(".")
-        known = fields.get(outer)
-        for field in inner:
-            if known is None:
-                break
-            if field not in known:
-                raise ConfigError(
-                    owner,
-                    f"needs {printable(column)}, but {printable(outer)} has no field "
-                    f"{printable(field)}{did_you_mean(field, known)}",
-                    next="correct columns of that function in the recipe, or the source",
-                )
-            outer, known = f"{outer}.{field}", known[field]
 
 
 def require_sent(config: FunctionConfig, needs: Iterable[str], batch: Batch) -> None:
@@ -150,40 +128,6 @@ def given(config: FunctionConfig, takes: Iterable[str] | None, batch: Batch) -> 
                     [{"role": "assistant", "content": text}] for text in batch["completions"]
                 ]
     return columns
-
-
-def cells_of(column: str, batch: Batch) -> list[Any] | None:
-    """Return the cells of a column of `batch`, or of a field `a.b` of column a; None if there is no
-    such column. A cell without the field gives None. JSON text is parsed, as a CSV file holds it.
-
-    Raises ConfigError if no cell of column a is an object.
-    """
-    if column in batch:
-        return batch[column]
-    outer, dot, field = column.rpartition(".")
-    cells = cells_of(outer, batch) if dot else None
-    if cells is None:
-        return None
-    objects = [_parsed(cell) for cell in cells]
-    others = [cell for cell in objects if cell is not None and not isinstance(cell, Mapping)]
-    if others and not any(isinstance(cell, Mapping) for cell in objects):
-        raise ConfigError(
-            "reward.functions",
-            f"need {printable(column)}, but the column {printable(outer)} holds no objects, only "
-            f"such as {printable(repr(others[0]))}",
-            next="name a column in columns of the function, or correct the source",
-        )
-    return [cell.get(field) if isinstance(cell, Mapping) else None for cell in objects]
-
-
-def _parsed(cell: Any) -> Any:
-    """Return the object that JSON text holds, None for empty text; any other cell unchanged."""
-    if not isinstance(cell, str):
-        return cell
-    with suppress(ValueError, RecursionError):
-        parsed = json.loads(cell)
-        return parsed if isinstance(parsed, Mapping) else cell
-    return cell if cell.strip() else None
 
 
 # -- in the process of a function

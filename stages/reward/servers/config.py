@@ -76,7 +76,7 @@ class ServerConfig(ScorerConfig):
     """Map `range` linearly to 0 … 1."""
     rubric: str = ""
     """Question that openai-judge asks, with {prompt}, {completion}, {finish_reason}, {prompt_text}
-    and any column by name.
+    and any column by name, or a field {a.b} of column a. {{name}} is sent as {name}.
     Empty: asks for a score from 0 to 10, on a last line `Score: N`."""
     score_pattern: str = ""
     """Regular expression whose one group is the number in the judge's answer; the last match
@@ -188,4 +188,6 @@ def fingerprint(config: ServerConfig) -> str:
     """Return the hash of everything in the section that decides the server's answer for a row."""
     no_matter = {"name", "weight", "extra", "fingerprint"}
     decides = {name: setting for name, setting in config.key().items() if name not in no_matter}
-    return f"server:{digest([VERSION, decides])}"
+    # names of several words were once sent as they stood
+    of_words = sorted(name for name in fields(config.rubric) if not re.fullmatch(r"\w+", name))
+    return f"server:{digest([VERSION, decides, *of_words])}"

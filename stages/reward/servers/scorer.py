@@ -16,12 +16,12 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from quiver.schemas.errors import ResourceError, printable, quoted_name
+from quiver.schemas.errors import ConfigError, ResourceError, printable, quoted_name
 from quiver.schemas.prompts import MEDIA
 from quiver.stages.core.client import Client, FailedError
 from quiver.stages.core.servers import read_json, secret
@@ -31,7 +31,7 @@ from quiver.stages.reward.scoring import OFFERED, Batch, Notice, Part, require_c
 from .config import ServerConfig
 from .dialects import DIALECTS
 from .dialects.rows import Row, as_rows, to_json, without_json
-from .transport import ABOUT_ROWS, Transport
+from .transport import ABOUT_COLUMNS, ABOUT_ROWS, Deadline, Transport
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,8 @@ class ServerScorer:
         self._closed = False
         self._left_out: set[str] = set()
         """Columns that the log has named as not sent."""
+        self._lacking: set[str] = set()
+        """Rows with cells that are not sent."""
         self._dialect = DIALECTS[config.dialect]
         urls = [
             url._replace(path=url.path or self._dialect.path).geturl()
@@ -74,9 +76,20 @@ class ServerScorer:
         self._transport = Transport(config, urls)
 
     def require(self, columns: Iterable[str]) -> None:
-        """Raise ConfigError unless every column to send exists."""
-        columns = set(columns)
-        require_columns(f"reward server {self.name}", self._sent_columns(columns), columns)
+        """Raise ConfigError unless every column to send exists, and none is of files."""
+        owner = f"reward server {self.name}"
+        key = self._dialect.columns_key
+        advice = "; {{word}} is sent as {word}" if key == "rubric" else ""
+        require_columns(owner, self._sent_columns(columns), columns, advice)
+        fields = dict(columns) if isinstance(columns, Mapping) else {}
+        for name in sorted({*MEDIA.values()} & (self._dialect.columns(self.config) or set())):
+            if fields.get(name) == ():
+                raise ConfigError(
+                    owner,
+                    f"cannot be sent {name}: these are the prompts' files, and no text",
+                    next=f"leave {name} out of reward.servers.{key}; a judge is shown the pictures "
+                    "by itself",
+                )
 
     def _sent_columns(self, columns: Iterable[str]) -> set[str]:
         """Return the user's columns that requests hold. If the config names none, take them from
@@ -96,14 +109,16 @@ class ServerScorer:
         started_at = time.monotonic()
         columns = self._sent_columns(batch)
         held = media.names_in(batch)
-        columns -= held
+        names_columns = self._dialect.columns(self.config) is not None
+        if not names_columns:
+            columns -= held
         if self._dialect.shows_pictures:
             columns |= held & {MEDIA["image"]}
         rows = [
             row._replace(completion=self._prefill(row.id) + row.completion)
             for row in as_rows(batch, sorted(columns))
         ]
-        if self._dialect.columns(self.config) is None:
+        if not names_columns:
             rows = self._sendable(rows)
         try:
             return asyncio.run(self._score(rows))
@@ -124,6 +139,8 @@ class ServerScorer:
             left_out.update(problems)
             sent = {name: cell for name, cell in row.columns.items() if name not in problems}
             sendable.append(row._replace(columns=sent))
+            if problems:
+                self._lacking.add(row.id)
         new = sorted(left_out.keys() - self._left_out)
         if new:
             log.warning(
@@ -183,11 +200,15 @@ class ServerScorer:
         return [parts[row.id] for row in rows]
 
     async def _ask(
-        self, client: Client, rows: list[Row], deadline: float | None = None
+        self, client: Client, rows: list[Row], deadline: Deadline | None = None
     ) -> list[Part]:
         """Return the parts of one request. If hosts work otherwise, a failed request is halved to
-        find the rows that spoil it."""
-        last_deadline = deadline or time.monotonic() + self.config.total_seconds
+        find the rows that spoil it, within the same time.
+
+        A server may refuse rows for the cells that were left out of all of them.
+        """
+        deadline = deadline or Deadline()
+        lacks = rows[0].id in self._lacking
         may_be_a_row = True
 
         def read(raw: bytes) -> list[Part]:
@@ -207,18 +228,21 @@ class ServerScorer:
             ids = to_json([self.config.revision, *(row.id for row in rows)]).encode()
             key = hashlib.sha256(ids + b"\n" + body).hexdigest()
             try:
-                return await self._transport.ask(client, body, key, read, deadline)
+                statuses = ABOUT_ROWS | ABOUT_COLUMNS if lacks else ABOUT_ROWS
+                return await self._transport.ask(client, body, key, read, deadline, statuses)
             except FailedError as error:
                 cause = str(error)
                 may_be_a_row = error.status in ABOUT_ROWS or (
-                    error.status > 0 and self._transport.has_working_host
+                    error.status > 0
+                    and error.status not in ABOUT_COLUMNS
+                    and self._transport.has_working_host
                 )
-        if len(rows) == 1 or not may_be_a_row:
+        if len(rows) == 1 or not may_be_a_row or deadline.is_over():
             return [Part(error=cause)] * len(rows)
         middle = len(rows) // 2
         return [
-            *await self._ask(client, rows[:middle], last_deadline),
-            *await self._ask(client, rows[middle:], last_deadline),
+            *await self._ask(client, rows[:middle], deadline),
+            *await self._ask(client, rows[middle:], deadline),
         ]
 
     def _not_sent(self, row: Row) -> str:

@@ -3,7 +3,8 @@
 * Retries, with exponential back-off and full jitter, for failures that may be temporary (see
   `client`). Retry-After is respected; a 429 costs time, not a retry.
 * Permanent failures end everything at once with RemoteError: redirects, 401, 403, 404, 422 and
-  similar ones. 400 and 413 concern the rows of the request.
+  similar ones. 400 and 413 concern the rows of the request; 422 too, if cells of theirs were left
+  out.
 * A host that fails several times in a row rests. After a while one request tries it, and the others
   wait for its result.
 """
@@ -15,7 +16,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 ABOUT_ROWS = {400, 413}
 """Statuses of a server that cannot take the rows of one request."""
+ABOUT_COLUMNS = {422}
+"""Statuses of a server that lacks a column; they concern rows whose cells could not be sent."""
 _LONGEST_PAUSE = 30.0  # seconds of back-off
 _POLL_SECONDS = 0.05  # between checks of resting hosts
 _ADVICE = {
@@ -63,6 +66,18 @@ class Host:
         self.rest_until = 0.0
 
 
+@dataclass
+class Deadline:
+    """End of the time for one request, and for the requests that it is halved into."""
+
+    at: float | None = None
+    """In monotonic seconds. None until the first attempt has its place in the rate limit."""
+
+    def is_over(self) -> bool:
+        """Return True if no time is left."""
+        return self.at is not None and time.monotonic() >= self.at
+
+
 class Transport:
     """Sends bodies to the hosts of one server section. The state of the hosts outlives an event
     loop."""
@@ -90,15 +105,17 @@ class Transport:
         body: bytes,
         key: str,
         read: Callable[[bytes], _T],
-        deadline: float | None = None,
+        deadline: Deadline,
+        about_rows: Container[int] = ABOUT_ROWS,
     ) -> _T:
         """Send `body` and return what `read` makes of the answer.
 
         Args:
             key: Idempotency key, the same in every attempt.
             read: May raise MalformedError, which counts as a failed attempt.
-            deadline: In monotonic seconds. Default: `total_seconds` after the first attempt got its
-                place in the rate limit.
+            deadline: Set to `total_seconds` from now if it has no time yet. Waiting for a place in
+                the rate limit moves it.
+            about_rows: Statuses that refuse these rows alone.
 
         Raises:
             FailedError: The rows are refused, or no good answer came within the retries and the
@@ -114,11 +131,16 @@ class Transport:
                 slot = max(now, self._next_slot)
                 self._next_slot = slot + 1 / self.config.requests_per_second
                 await asyncio.sleep(slot - now)
-            deadline = deadline or time.monotonic() + self.config.total_seconds
-            host = await self._take_host(deadline)
+                if deadline.at is not None:
+                    deadline.at += time.monotonic() - now
+            if deadline.at is None:
+                deadline.at = time.monotonic() + self.config.total_seconds
+            host = await self._take_host(deadline.at)
             if host is None:
                 raise FailedError(f"{failure} (all hosts rest)", failure.status)
-            seconds = max(0.0, min(self.config.read_seconds, deadline - time.monotonic()))
+            seconds = min(self.config.read_seconds, deadline.at - time.monotonic())
+            if seconds <= 0:
+                raise FailedError(f"{failure} ({attempts} attempts)", failure.status)
             try:
                 answer = await client.ask(
                     host.url,
@@ -131,7 +153,7 @@ class Transport:
                 host.reset()
                 return answer
             except FailedError as error:
-                if error.status in ABOUT_ROWS:
+                if error.status in about_rows:
                     host.reset()
                     raise
                 if error.is_final:
@@ -148,7 +170,7 @@ class Transport:
             longest = self.config.backoff_seconds * 2 ** min(attempts, 20)
             attempts += 1
             pause = random.uniform(0, min(_LONGEST_PAUSE, longest))
-            if failures > self.config.retries or time.monotonic() + pause >= deadline:
+            if failures > self.config.retries or time.monotonic() + pause >= deadline.at:
                 raise FailedError(f"{failure} ({attempts} attempts)", failure.status)
             await asyncio.sleep(pause)
 

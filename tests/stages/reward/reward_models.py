@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from transformers import (
     BertConfig,
     Gemma2Config,
     LlamaConfig,
+    MiniMaxConfig,
+    ModernBertDecoderConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
 )
@@ -155,7 +158,21 @@ def _shown(byte: int) -> str:
 
 
 _MADE = tempfile.TemporaryDirectory(prefix="quiver-reward-models-")
-CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config, "gemma2": Gemma2Config, "bert": BertConfig}
+_MINIMAX = partial(
+    MiniMaxConfig,
+    layer_types=["linear_attention", "full_attention"],
+    num_local_experts=2,
+    num_experts_per_tok=1,
+    block_size=8,
+)
+CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen3": Qwen3Config,
+    "gemma2": Gemma2Config,
+    "bert": BertConfig,
+    "minimax": _MINIMAX,
+    "modernbert-decoder": ModernBertDecoderConfig,
+}
 
 
 def make_model(

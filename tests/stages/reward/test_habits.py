@@ -1,6 +1,7 @@
 """Functions that were written for TRL or for verl score as they are."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 
@@ -118,6 +119,11 @@ def test_what_is_missing_is_told_before_anything_runs():
     ):
         with pytest.raises(ConfigError, match=words):
             preview(Config(functions=[section]), columns)
+    judge = {"dialect": "openai-judge", "model": "m", "range": [0, 1], "urls": ["http://[::1]"]}
+    for rubric, words in (("{reward_model.x} {completion}", None), ("{truth}", "needs truth")):
+        told = pytest.raises(ConfigError, match=words) if words else nullcontext()
+        with told:
+            preview(Config(servers=[{**judge, "rubric": rubric}]), VERL_ROWS.keys())
     with pytest.raises(ValueError, match="style applies only to your own function"):
         FunctionConfig(use="numeric", style="verl")
 
@@ -168,9 +174,15 @@ def test_fields_of_json_text(score, sample, column):
     two = {name: cells[:2] for name, cells in rows.items()}
     version = score(sample([["#### 7"], ["#### 6"]], two), verl)
     assert column(version) == {"0-0": 1.0, "1-0": 0.0}
-    no_objects = {**rows, "reward_model": ["7", "none", "{"]}
-    with pytest.raises(ConfigError, match=r"column reward_model holds no objects"):
-        score(sample([["7"], ["7"], ["7"]], no_objects), numeric)
+
+
+def test_a_cell_without_an_object_gives_none_whatever_stands_beside_it(score, sample, column):
+    """A retry or a request may hold that row alone."""
+    numeric = function("numeric", columns={"answer": "reward_model.ground_truth"})
+    for cells in ['{"ground_truth": "7"}', "N/A", "null", "{", "7"], ["N/A"], ["null"]:
+        rewards = column(score(sample([["7"]] * len(cells), {"reward_model": cells}), numeric))
+        expected = [1.0 if "truth" in cell else None for cell in cells]
+        assert rewards == {f"{row}-0": reward for row, reward in enumerate(expected)}
 
 
 def test_a_request_without_the_prompt_s_ids_says_where_they_are_asked_for():

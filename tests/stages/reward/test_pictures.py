@@ -113,6 +113,13 @@ def test_a_judge_sees_the_stored_bytes(store, server):
     assert sorted(shown) == sorted(expected)
 
 
+def test_pictures_are_no_column_to_send(store, server):
+    asks = {"dialect": "quiver", "urls": [server.url], "columns": ["level", "images"]}
+    with pytest.raises(ConfigError, match="cannot be sent images"):
+        rewards(store, servers=[asks])
+    assert server.asked == []
+
+
 def test_another_server_is_sent_no_pictures(store, server):
     config = {"dialect": "quiver", "urls": [server.url]}
     assert rewards(store, servers=[config]) == [1.0] * 6

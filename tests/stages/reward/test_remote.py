@@ -113,6 +113,41 @@ def test_cells_without_json_are_left_out_and_named_once(caplog):
     )
 
 
+def test_a_row_that_is_refused_for_a_cell_without_json_fails_alone():
+    """Whatever stands beside it: a retry asks for this row alone."""
+
+    def behave(asked):
+        lack = any("rate" not in row["columns"] for row in asked.body["rows"])
+        return reply({"error": "needs rate"}, 422) if lack else good(asked)
+
+    nan = float("nan")
+    with FakeServer(behave) as server:
+        client = scorer(server.url)
+        parts = client.score(batch(4, rate=[nan, 0.5, nan, 1.0]))
+        assert [part.value for part in parts] == [None, 0.5, None, 0.5]
+        assert "422" in parts[0].error and parts[0] == parts[2]
+        assert client.score(batch(1, rate=[nan])) == parts[:1]
+    assert len(server.asked) == 3
+    with FakeServer(behave) as server, pytest.raises(RemoteError, match="422"):
+        scorer(server.url).score(batch(2, answer=[1, 2]))
+
+
+def test_a_rubric_holds_fields_and_names_of_several_words():
+    """Of objects, of JSON text as a CSV file has it, and of cells that are neither."""
+    cells = [{"ground_truth": "7"}, '{"ground_truth": 8}', "N/A", None]
+    columns = {"reward_model": cells, "right-one": ["a"] * 4, "right one": ["b"] * 4}
+    rubric = '{reward_model.ground_truth}|{right-one}|{right one}|{"score": 5}|{{a.b}}'
+    message = {"content": "Score: 5"}
+    answer = reply({"choices": [{"message": message, "finish_reason": "stop"}]})
+    with FakeServer(lambda _: answer) as server:
+        judge = scorer(server.url, concurrency=1, **JUDGE, rubric=rubric)
+        judge.require([*columns])
+        assert judge.score(batch(4, **columns)) == [Part(5.0, extra='{"answer": "Score: 5"}')] * 4
+    sent = [asked.body["messages"][0]["content"] for asked in server.asked]
+    rest = '|a|b|{"score": 5}|{a.b}'
+    assert sent == [f"{truth}{rest}" for truth in ("7", "8", "null", "null")]
+
+
 NAMED = [
     (
         "columns",
@@ -384,6 +419,35 @@ def test_the_rate_is_kept():
     with FakeServer(note) as server:
         scorer(server.url, batch_rows=1, requests_per_second=50).score(batch(11))
     assert max(times) - min(times) >= 0.18
+
+
+def test_waiting_for_the_rate_takes_no_time_from_a_retry():
+    """40 requests wait longer than one of them may take."""
+
+    def busy_at_first(asked):
+        key = asked.headers["idempotency-key"]
+        is_new = [each.headers["idempotency-key"] for each in server.asked].count(key) == 1
+        return reply({}, 503) if is_new else good(asked)
+
+    options = {"batch_rows": 1, "breaker_failures": 100, "total_seconds": 0.4}
+    with FakeServer(busy_at_first) as server:
+        client = scorer(server.url, requests_per_second=40, **options)
+        assert client.score(batch(20)) == [Part(0.5)] * 20
+    assert len(server.asked) == 40
+
+
+def test_a_request_whose_time_is_over_is_not_halved():
+    """The first cause stays, not that no time was left."""
+
+    async def slow(asked):
+        await asyncio.sleep(0.3)
+        return reply({"rewards": []})
+
+    options = {"dialect": "openrlhf", "total_seconds": 0.35, "retries": 0}
+    with FakeServer(slow) as server:
+        parts = scorer(server.url, **options).score(batch(4))
+    errors = {part.error for part in parts}
+    assert len(server.asked) == 2 and not any("0 s" in error for error in errors), errors
 
 
 def test_it_ends_when_the_notice_says_that_too_many_rows_failed():

@@ -106,13 +106,33 @@ def test_the_way_follows_from_the_architecture(tmp_path, kind, config, way):
     require_close(values, alone(folder, inputs))
 
 
-def test_the_last_id_counts_even_where_it_is_the_pad_id(tmp_path):
+@pytest.mark.parametrize("first", [[5], [5, 5, 6], [9, 8, 7, 6, 5]])
+def test_a_first_batch_of_one_input_does_not_hide_a_wrong_way(tmp_path, first):
+    """The state of MiniMax's linear attention would run on from one input of a strip to the next;
+    one input, or several times the same, cannot show it."""
+    folder = make_model(tmp_path / "rm", kind="minimax")
+    forward = forward_of(folder)
+    forward.score([first, first], [0, 0])
+    inputs, groups = some_inputs()
+    require_close(forward.score(inputs, groups), alone(folder, inputs))
+    assert forward.way == "padded"
+
+
+STRICT = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 200)
+
+
+@pytest.mark.parametrize(
+    "kind, config, other",
+    [("llama", {}, None), ("modernbert-decoder", {"head_dim": 8, **STRICT}, 200)],
+)
+def test_the_last_id_counts_even_where_it_is_the_pad_id(tmp_path, kind, config, other):
     """A config that cannot take 9 for padding, and the same weights, gives what is expected;
-    transformers takes an earlier token there."""
-    folder = make_model(tmp_path / "rm", pad_token_id=9)
+    transformers takes an earlier token there. ModernBERT's config admits no None."""
+    folder = make_model(tmp_path / "rm", kind=kind, pad_token_id=9, **config)
     inputs = [[5, 9], [5, 6, 9, 9], [5, 9, 8]]
     found = forward_of(folder).score(inputs, [0, 0, 0])
-    require_close(found, alone(make_model(tmp_path / "other"), inputs))
+    without = make_model(tmp_path / "other", kind=kind, pad_token_id=other, **config)
+    require_close(found, alone(without, inputs))
     assert (found - alone(folder, inputs))[:2].abs().min() > 0.01
 
 

@@ -126,6 +126,11 @@ def test_weigh_by_hand():
     assert weigh({"a": Part(), "b": Part()}, weights, None) is None
     assert weigh({"a": Part(0.5), "b": Part(error="x")}, weights, None) is None
     assert weigh({"a": Part(5.0), "b": Part()}, weights, (-1.0, 1.0)) == 1.0
+    observed = {"a": 2.0, "b": 0.0}
+    assert weigh({"a": Part(), "b": Part(0.5)}, observed, None) is None
+    assert weigh({"a": Part(0.5), "b": Part()}, observed, None) == 1.0
+    assert weigh({"a": Part(0.5), "b": Part(error="x")}, observed, None) is None
+    assert weigh({"a": Part(0.5), "b": Part()}, {"a": 0.0, "b": 0.0}, None) == 0.0
     with pytest.raises(NumericError, match="not finite"):
         weigh({"a": Part(3e38), "b": Part()}, weights, None)
 

@@ -135,6 +135,47 @@ def test_columns_that_are_sent_must_be_there(options):
         ServerScorer(section(**options)).require(["answers"])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"columns": ["reward_model.truth"]},
+        {"dialect": "openrlhf", "label": "reward_model.truth"},
+        {**JUDGE, "rubric": "{reward_model.truth}"},
+    ],
+)
+def test_fields_that_are_sent_must_be_there(options):
+    server = ServerScorer(section(**options))
+    server.require({"reward_model": {"truth": None}})
+    server.require(["reward_model"])
+    with pytest.raises(ConfigError, match=r"has no field truth; did you mean truths\?"):
+        server.require({"reward_model": {"truths": None}})
+
+
+@pytest.mark.parametrize("name", ["ground-truth", "ground truth", "truth"])
+def test_a_name_in_a_rubric_that_is_no_column_is_refused(name):
+    judge = ServerScorer(section(**JUDGE, rubric=f"{{{name}}} {{{{{name}}}}}"))
+    judge.require([name])
+    with pytest.raises(ConfigError, match=f"needs .?{name}") as caught:
+        judge.require(["truths"])
+    assert "{{word}} is sent as {word}" in caught.value.next
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"columns": ["images"]},
+        {"dialect": "openrlhf", "label": "images"},
+        {**JUDGE, "rubric": "{images}"},
+    ],
+)
+def test_files_of_prompts_are_not_sent_by_name(options):
+    """A column of the same name may be, such as of addresses."""
+    server = ServerScorer(section(**options))
+    server.require({"images": None})
+    with pytest.raises(ConfigError, match="cannot be sent images"):
+        server.require({"images": ()})
+
+
 def test_the_text_that_the_policy_continued_begins_the_answer_in_dialects_that_send_text():
     assert section(dialect="openrlhf", prefill="<think>").begins_with == "<think>"
     assert (section(dialect="openrlhf").begins_with, section().begins_with) == (None, "")

@@ -8,9 +8,9 @@ by a rubric.
 
 The pictures of a prompt precede the rubric, as parts of type image_url.
 
-The rubric may use {name} for `prompt`, `completion`, `finish_reason` and any column. The score is
-the last match of the pattern's one group. An answer without a score, or one cut by its length, is
-the row's error, never a 0.
+The rubric may use {name} for `prompt`, `completion`, `finish_reason`, any column, and a field {a.b}
+of column a. The score is the last match of the pattern's one group. An answer without a score, or
+one cut by its length, is the row's error, never a 0.
 
 >>> re.findall(PATTERN, "Score: 3? No.\n**Score:** 8/10.")
 ['3', '8']

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 from quiver.schemas.errors import printable
 from quiver.schemas.outside import LARGEST, read_number
-from quiver.stages.reward.scoring import Batch, Part, as_extra
+from quiver.stages.reward.scoring import Batch, Part, as_extra, cells_of
 
-_FIELD = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
+_NAME = r"\w+(?:[ .-]\w+)*"
+_FIELD = re.compile(rf"\{{\{{({_NAME})\}}\}}|\{{({_NAME})\}}")
 
 
 class Row(NamedTuple):
@@ -56,11 +57,11 @@ _LIST_OF = {
 
 
 def as_rows(batch: Batch, columns: Iterable[str]) -> list[Row]:
-    """Return the rows of a batch, with the named user columns."""
-    names = list(columns)
+    """Return the rows of a batch, with the named user columns, or fields `a.b` of them."""
+    cells = {name: cells_of(name, batch) for name in columns}
     return [
         Row(
-            columns={name: batch[name][place] for name in names},
+            columns={name: column[place] for name, column in cells.items()},
             **{field: batch[name][place] for field, name in _LIST_OF.items()},
         )
         for place in range(len(batch["rollout_ids"]))
@@ -99,7 +100,8 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
     """Replace each {name} of `template` in one pass, so that braces in a value stay unchanged;
     {{name}} gives {name}.
 
-    Text is inserted unchanged, any other value as JSON. Other braces stay.
+    A name is words with spaces, dots or dashes between them. Text is inserted unchanged, any other
+    value as JSON. Other braces stay, such as those of JSON.
     """
 
     def replace(match: re.Match[str]) -> str:
