@@ -233,9 +233,8 @@ def make_app(
     async def get_reward(request: openrlhf.Request) -> Response:
         """Score queries that begin with their prompts, as OpenRLHF sends them."""
         rows = request.as_rows(label, keeps_end_tokens=keeps_end_tokens)
-        rows = [
-            row._replace(id=str(next(numbers))) for row in rows
-        ]  # so that none waits for another
+        # ids of their own, so that no request waits for another's rows
+        rows = [row._replace(id=str(next(numbers))) for row in rows]
         scored = await batcher.score(rows) if rows else []
         return JSONResponse(openrlhf.answer(request, rows, scored))
 

@@ -57,7 +57,8 @@ ANSWERS = ("answer", "reference", "solution", "target", "label", "ground_truth",
 field `ground_truth` of a column `reward_model` is used, as in verl's layout."""
 _QUOTED = r"""(?:"[^"]*"|'[^']*')"""
 _CONDITION = re.compile(
-    rf"\s*({_QUOTED}|(?=\S)[^<>=!,]+?)\s*(<=|>=|!=|==?|<|>)\s*({_QUOTED}|(?![<>=])[^,]+?)\s*(?:,|\Z)"
+    rf"\s*({_QUOTED}|(?=\S)[^<>=!,]+?)\s*(<=|>=|!=|==?|<|>)"
+    rf"\s*({_QUOTED}|(?![<>=])[^,]+?)\s*(?:,|\Z)"
 )
 _COMPARE = {
     "<": operator.lt,

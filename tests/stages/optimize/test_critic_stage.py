@@ -367,6 +367,14 @@ def test_zero_variance_is_of_the_rewards_less_the_kl(store, policy):
     assert loaded.batch.advantages.tolist() == [1.0, -1.0]
 
 
+def test_zero_variance_is_not_of_the_advantages(store, policy):
+    """Every two of the answers hold a right one, so all advantages of pass@2 are 0."""
+    rewards = {"g-0": 1.0, "g-1": 1.0, "g-2": 0.0}
+    config = world.config(algorithm="grpo", advantage="pass_at_k", pass_k=2, drop_zero_variance=True)
+    loaded = _loaded(store, policy, rewards, config)
+    assert loaded.reasons == [None] * 3 and loaded.batch.advantages.tolist() == [0.0] * 3
+
+
 def test_the_kl_comes_off_the_reward_and_not_off_the_loss_as_well(store, start, made):
     rows = made[0].table().to_pylist()
     lower = [[old - 0.3 * (t + 1) for t, old in enumerate(row["old_logprobs"])] for row in rows]
