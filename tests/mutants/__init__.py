@@ -322,7 +322,6 @@ TOO_LONG = (
 EQUIVALENT = {
     "ragged:_repeat:name:2": "a GPU alone takes that line: tests/gpu",
     "advantages:group_sums:one:0": "one more sum, of a group that no rollout is in",
-    "bucket:Bucket.local:one:0": "two files are asked for one by one, not by a listing",
     "shards:Shards.summary:one:1": "a process that made tokens has its seconds of generate",
     "shards:Shards.__init__:one:2": "one token more in the speed that a line of progress tells",
     "stage:import_ahead:sign:0": "it imports ahead of time what is imported anyway",

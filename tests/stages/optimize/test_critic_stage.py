@@ -370,7 +370,9 @@ def test_zero_variance_is_of_the_rewards_less_the_kl(store, policy):
 def test_zero_variance_is_not_of_the_advantages(store, policy):
     """Every two of the answers hold a right one, so all advantages of pass@2 are 0."""
     rewards = {"g-0": 1.0, "g-1": 1.0, "g-2": 0.0}
-    config = world.config(algorithm="grpo", advantage="pass_at_k", pass_k=2, drop_zero_variance=True)
+    config = world.config(
+        algorithm="grpo", advantage="pass_at_k", pass_k=2, drop_zero_variance=True
+    )
     loaded = _loaded(store, policy, rewards, config)
     assert loaded.reasons == [None] * 3 and loaded.batch.advantages.tolist() == [0.0] * 3
 
