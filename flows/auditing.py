@@ -85,7 +85,7 @@ def by_versions(store: Store, refs: Sequence[str]) -> Named:
     """Take the second reward from rewards versions, one for each rollouts version or a part of
     it. Raises ConfigError if two are of the same rollouts."""
     versions: dict[str, Version] = {}
-    for ref in refs:
+    for ref in dict.fromkeys(refs):
         version = open_rewards(store, ref)
         scored = open_input(store, version, "rollouts").manifest
         whole = scored.require_input("rollouts") if scored.stage == "subset" else scored

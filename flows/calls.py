@@ -234,7 +234,7 @@ def check_stages(
     form = ""
     if prompts is not None:
         version = Store(run.recipe.store).open(run.with_files(prompts))
-        columns = fields_of(version.table().schema.field("columns").type) or {}
+        columns = fields_of(version.table(["columns"])["columns"]) or {}
         form = digest([columns, version.manifest.metrics.get("assistant_starts")])
     for stage, config in configs.items():
         if not runs_here(run.recipe.placement, stage):

@@ -84,7 +84,7 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
             tried = try_stages(recipe)
         reads_by_section = {}
         for section, source in sources.items():  # the held-out rows may lack a field, too
-            fields = fields_of(source.table.schema) or {}
+            fields = fields_of(source.table) or {}
             names = [*recipe.columns[section], *recipe.offered_columns]
             offered = {name: fields.get(name) for name in names}
             reads_by_section[section] = preview(recipe.reward, offered)

@@ -4,8 +4,8 @@
     push(store, "arith/rollouts@5", "hf://datasets/me/arith")       # a dataset
 
 The version's own files are uploaded, checked, without optimizer state and manifest: a manifest may
-name hosts and folders. Weights and tables of an earlier push are deleted, since a loader would read
-both; other files of the repository stay. The licence is left to the user.
+name hosts and folders. Files of an earlier push that a loader would read too are deleted; others of
+the repository stay. The licence is left to the user.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from quiver.stages.core.config import parse
 from quiver.stages.core.run.stage import load_stage
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.versions import OPTIMIZER_FOLDER
+from quiver.stages.model.checkpoints import CARRIED_FILES
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 _OF_DATASETS = "datasets/"
-_PATH = re.compile(r"(?:~[^/\s]*|/[^/\s]+/[^/\s]+)/[^\n]+|/[^/\s]+/\S+")
-"""A text that is one path from a home or the root. If it holds blanks, then only below two folders:
-`/no_think Answer yes/no.` is no path."""
-_READ = re.compile(
-    r"(adapter/)?(adapter_)?model(-\d+-of-\d+)?\.safetensors|"
-    r"model\.safetensors\.index\.json|[^/]*\.arrow"
+_PATH = re.compile(
+    r"(?:~[^/\s]*|/[^/\s]+/[^/\s]+)/[^\n]+|/[^/\s]+/\S+|[~/][^\n]*/[^/\n]*\.\w+(?::\w+)?"
 )
-"""Files that a loader reads whatever else is there: weights, and a data set's tables."""
+"""A text that is one path from a home or the root. If it holds blanks, then only below two folders,
+or if a suffix ends it: `/no_think Answer yes/no.` is no path."""
+_WEIGHTS = re.compile(
+    r"(adapter/)?(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
+)
+_OF_MODELS = {*CARRIED_FILES, "adapter_config.json", "adapter/adapter_config.json"}
+"""Files beside the weights that a loader reads if they are there."""
 
 _LOG_IN = "log in by `hf auth login`, or put a token that may write into HF_TOKEN"
 _ADVICE = {
@@ -96,17 +99,19 @@ def prepare(version: Version) -> list[CommitOperationAdd]:
 def deletions(
     additions: Iterable[CommitOperationAdd], present: Iterable[str]
 ) -> list[CommitOperationDelete]:
-    """Return the deletions of the weights (for a data set: tables) in `present` that a loader would
-    read beside the added ones."""
+    """Return the deletions of a model's files (for a data set: tables) in `present` that a loader
+    would read beside the added ones."""
     from huggingface_hub import CommitOperationDelete
 
     names = {addition.path_in_repo for addition in additions}
     is_data = any(name.endswith(".arrow") for name in names)
-    return [
-        CommitOperationDelete(name)
-        for name in present
-        if name not in names and _READ.fullmatch(name) and name.endswith(".arrow") == is_data
-    ]
+
+    def is_read(name: str) -> bool:
+        if is_data:
+            return name.endswith(".arrow") and "/" not in name
+        return name in _OF_MODELS or _WEIGHTS.fullmatch(name) is not None
+
+    return [CommitOperationDelete(name) for name in present if name not in names and is_read(name)]
 
 
 def _without_folders(value: Any) -> Any:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 _CHUNK = 1024
 _LISTS = (
@@ -61,14 +62,29 @@ class Cells(pa.ExtensionType):
 pa.register_extension_type(Cells(pa.string()))
 
 
-def fields_of(kind: pa.DataType | pa.Schema) -> dict[str, Any] | None:
-    """Return the fields that every cell of a type has, each with its own; None if cells differ or
-    have none, as those of JSON and of text."""
+def fields_of(cells: pa.Table | pa.ChunkedArray) -> dict[str, Any] | None:
+    """Return the fields that every cell has, each with its own: {} if no cell is an object, None if
+    they differ from cell to cell, as those of JSON, or if all cells are null or blank."""
+    if isinstance(cells, pa.Table):
+        columns = dict(zip(cells.column_names, cells.columns, strict=True))
+        return {name: fields_of(column) for name, column in columns.items()}
+    kind = cells.type
     if isinstance(kind, Cells):
         kind = kind.storage_type
-    if not isinstance(kind, pa.StructType | pa.Schema):
+        cells = pa.chunked_array([chunk.storage for chunk in cells.chunks], kind)
+    if isinstance(kind, pa.DictionaryType):
+        kind = kind.value_type
+        cells = cells.cast(kind)
+    if isinstance(kind, pa.StructType):
+        names = [field.name for field in kind]
+        return fields_of(pa.table(cells.flatten(), names=names))
+    if isinstance(kind, pa.MapType) or cells.null_count == len(cells):
         return None
-    return {field.name: fields_of(field.type) for field in kind}
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        return {}
+    texts = pc.utf8_trim_whitespace(cells.drop_null())
+    may_be_object = pc.any(pc.starts_with(texts, "{")).as_py()
+    return None if may_be_object or pc.all(pc.equal(texts, "")).as_py() else {}
 
 
 def json_array(cells: Sequence[Any]) -> pa.ChunkedArray:

@@ -58,7 +58,7 @@ field `ground_truth` of a column `reward_model` is used, as in verl's layout."""
 _QUOTED = r"""(?:"[^"]*"|'[^']*')"""
 _CONDITION = re.compile(
     rf"\s*({_QUOTED}|(?=\S)[^<>=!,]+?)\s*(<=|>=|!=|==?|<|>)"
-    rf"\s*({_QUOTED}|(?![<>=])[^,]+?)\s*(?:,|\Z)"
+    rf"\s*+({_QUOTED}|(?![<>=])[^,]+?)\s*(?:,|\Z)"
 )
 _COMPARE = {
     "<": operator.lt,
@@ -363,7 +363,7 @@ class Joined:
                 for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
             )
             if is_simple:
-                is_taken = field.name in (*_TEXTS, *self._measured)
+                is_taken = field.name in (*_TEXTS, *_SHOWN_AS, *self._measured)
                 kinds[f"{_OWN}{field.name}" if is_taken else field.name] = kind
         return kinds
 

@@ -15,7 +15,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -296,7 +296,14 @@ def trace_row(store: Store, row: str, most: int | None = None) -> dict[str, Any]
             next="quiver ls",
         )
     answer = {"row": row, "num_asked": len(asked), "asked": []}
-    contents = {ref: _asked_by(store, index.get(ref).source("prompts"), row) for ref in asked}
+    asked_by = cache(partial(_asked_by, store))
+    contents = {}
+    for ref in asked:
+        summary = index.get(ref)
+        # a rollout's id holds its group's
+        group = row.removeprefix(f"{summary.run_key[:8]}-")
+        group = row if group == row else group.rpartition("-")[0]
+        contents[ref] = asked_by(summary.source("prompts"), group)
     for ref in shown:
         summary = index.get(ref)
         prompts = summary.source("prompts")

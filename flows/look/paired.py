@@ -20,12 +20,10 @@ import pyarrow.compute as pc
 
 from quiver.schemas.errors import ConfigError, LineageError, did_you_mean, printable
 from quiver.schemas.refs import Ref, check_name, parse
-from quiver.stages.core.config import parse as parse_config
 from quiver.stages.core.lineage import pair_prompts, prompts_of
 from quiver.stages.core.run.stage import is_made_alike
 from quiver.stages.core.store import Store, Version, marks
 from quiver.stages.core.store.listing import EXPIRED, REMOVED, is_of_sweep
-from quiver.stages.evaluate.config import Config
 
 from .joined import Joined, open_joined
 
@@ -116,8 +114,7 @@ def _measured_by(joined: Joined) -> str:
 
 
 def _score_of(evaluation: Version) -> str:
-    manifest = evaluation.manifest
-    return parse_config(Config, manifest.config, str(evaluation.ref)).score
+    return evaluation.manifest.config.get("score", "reward")
 
 
 def match_rows(

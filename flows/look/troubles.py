@@ -55,6 +55,7 @@ def _troubles(iteration: Iteration) -> list[str]:
     equal_share = metric(rewards, "groups", "zero_variance") or 0
     gap = metric(policy, "audit", "mean_gap") or 0
     clipped = metric(policy, "first_clip_fraction") or 0
+    corrected = {"reject": None, "mode": "none", **policy.config_section("correction")}
     return [
         f"{policy.ref}: {counted(skipped, 'optimizer step')} left out, because a loss or gradient "
         "was not finite: lower optimize.learning_rate."
@@ -81,9 +82,9 @@ def _troubles(iteration: Iteration) -> list[str]:
         "logprobs.prox = true."
         if clipped
         else "",
-        f"{policy.ref}: the gradient of its last step was 0, so it changed nothing: widen the "
-        "bounds of optimize.correction, which may reject every token."
-        if metric(policy, "grad_norm") == 0
+        f"{policy.ref}: the gradient of its last step was 0: widen the bounds of "
+        "optimize.correction, which may reject every token."
+        if metric(policy, "grad_norm") == 0 and (corrected["reject"] or corrected["mode"] == "mask")
         else "",
         *_troubles_of_episodes(iteration),
     ]

@@ -69,11 +69,11 @@ class Config(Base):
                 f"temperature 0 gives {self.samples_per_prompt} equal samples: set a temperature "
                 "above 0, or samples_per_prompt = 1 if nothing is trained on them"
             )
-        # vLLM raises it to 0.01 by itself, and the rows would record the lower one
+        # vLLM would sample at 0.01, and the rows would record the lower one
         if 0 < self.sampling.temperature < 0.01:
             raise ValueError(
-                f"sampling.temperature {self.sampling.temperature:g} is below 0.01, "
-                "which vLLM would sample with: take 0 or at least 0.01"
+                f"sampling.temperature {self.sampling.temperature:g} is below 0.01, the least that "
+                "vLLM knows: take 0 or at least 0.01"
             )
         try:
             options = engine_options(self.engine, self.options)

@@ -98,10 +98,14 @@ def require_readable_ids(prompts: Version, policy: Version, open: Callable[[str]
     """Raise LineageError if an id of the prompts is another token to `policy` than to the policy
     that they were rendered for, which `open` opens."""
     renderer = prompts.manifest.model("policy")
+
+    def ids() -> set[int]:
+        columns = prompts.table(["prompt_ids"])
+        return set(pc.unique(pc.list_flatten(columns["prompt_ids"])).to_pylist())
+
     if renderer is not None:
-        ids = pc.unique(pc.list_flatten(prompts.table(["prompt_ids"])["prompt_ids"])).to_pylist()
         next = "render the prompts again with this policy"
-        require_same_tokens(renderer, open, policy, next=next, among=set(ids))
+        require_same_tokens(renderer, open, policy, next=next, among=ids)
 
 
 def _require_read(config: Config, prompts: Version, policy: Version, table: pa.Table) -> None:

@@ -36,6 +36,7 @@ from quiver.stages.model.families import modalities_of, require_processor, requi
 from quiver.stages.model.folder import (
     INDEX,
     PROCESSOR_FILES,
+    SINGLE,
     check_folder,
     convert_gguf,
     count_parameters,
@@ -259,7 +260,10 @@ def model_files(path: Path) -> list[Path]:
     """Return the GGUF file, or the files of a folder that make up the model."""
     if path.is_file():
         return [path]
-    names = {"config.json", INDEX, *CARRIED_FILES, *(file.name for file in weight_files(path))}
+    weights = {file.name for file in weight_files(path)}
+    names = {"config.json", *CARRIED_FILES, *weights}
+    if weights != {SINGLE}:  # vLLM would read an index of other files beside it
+        names.add(INDEX)
     config = path / "config.json"
     if not modalities_of(parse_object(config.read_bytes()) or {} if config.is_file() else {}):
         names -= {*PROCESSOR_FILES}  # such a processor is for other inputs

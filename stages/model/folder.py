@@ -36,6 +36,7 @@ from quiver.stages.core.user_cache import hash_files
 
 _JSON_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 """File that names the weight files of a model in several."""
 _MOST_LAYERS = 10_000
@@ -186,12 +187,12 @@ def _check_weights(folder: Path, title: str) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files with the model's weights: those that the index names, else
-    model.safetensors, else every *.safetensors.
+    """Return the files with the model's weights: model.safetensors, else those that the index
+    names, else every *.safetensors. Transformers chooses in this order.
 
     Others hold the same weights in another form, such as Mistral's consolidated.safetensors.
     """
-    for names in (_indexed(folder), ["model.safetensors"]):
+    for names in ([SINGLE], _indexed(folder)):
         files = [folder / name for name in names if (folder / name).is_file()]
         if files:
             return files

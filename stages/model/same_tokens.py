@@ -24,7 +24,7 @@ def require_same_tokens(
     next: str,
     next_if_special: str = "",
     ignore_special: bool = False,
-    among: Collection[int] | None = None,
+    among: Callable[[], Collection[int]] | None = None,
 ) -> None:
     """Raise LineageError unless each id is the same token to `model` and to `policy`.
 
@@ -35,7 +35,7 @@ def require_same_tokens(
         next: Next step of the error.
         next_if_special: Next step if only special tokens differ. Default: `next`.
         ignore_special: Accept other special tokens.
-        among: The ids to compare. Default: all.
+        among: Returns the ids to compare, if the tokenizers differ. Default: all.
     """
     if model.tokenizer == checkpoints.model_entry("policy", policy).tokenizer:
         return
@@ -48,7 +48,8 @@ def require_same_tokens(
         if token.special
     }
     if among is not None:
-        differing = {(token, id) for token, id in differing if id in among}
+        compared = among()
+        differing = {(token, id) for token, id in differing if id in compared}
     all_special = all(id in special_ids for _, id in differing)
     if ignore_special:
         differing = {(token, id) for token, id in differing if id not in special_ids}

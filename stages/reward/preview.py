@@ -29,8 +29,7 @@ from .pool.calls import describe
 from .pool.habits import VERL_COLUMNS, column_of, require, takes_of
 from .pool.pool import Pool
 from .pool.scorer import FunctionScorer
-from .scoring import require_columns
-from .servers.dialects import DIALECTS
+from .servers.dialects import require_named
 
 _COMPLETION = "0"
 """A completion that every comparing function reads quickly, as a number and as JSON."""
@@ -67,9 +66,7 @@ def preview(config: Config, columns: Iterable[str]) -> Reads:
         names |= {column_of(parameter, function, columns) for parameter in parameters}
         may_be_all |= takes is None and function.style == "quiver"
     for server in config.servers:
-        sent = DIALECTS[server.dialect].columns(server) or set()
-        require_columns(f"reward server {server.name}", sent, columns)
-        names |= sent
+        names |= require_named(server, columns)
         may_be_all |= server.dialect == "quiver" and server.columns is None
     by_name = {name: name if name in columns else name.partition(".")[0] for name in names}
     return Reads({name: of for name, of in by_name.items() if of in columns}, may_be_all)

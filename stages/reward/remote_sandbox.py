@@ -31,7 +31,7 @@ from quiver.stages.core.isolation import Limits
 from quiver.stages.core.sandbox import Finished
 from quiver.stages.core.servers import read_as, secret
 from quiver.stages.reward.servers.config import ServerConfig
-from quiver.stages.reward.servers.transport import Transport
+from quiver.stages.reward.servers.transport import Deadline, Transport
 
 ATTEMPTS = 3
 ANSWER_SECONDS = 30.0
@@ -82,7 +82,8 @@ def run_program(
     async def ask() -> Answer:
         async with Client(token, config.connect_seconds, keeps_connections=False) as client:
             body = json.dumps(request).encode()
-            return await transport.ask(client, body, digest(request), partial(read_as, Answer))
+            key = digest(request)
+            return await transport.ask(client, body, key, partial(read_as, Answer), Deadline())
 
     started = time.monotonic()
     try:

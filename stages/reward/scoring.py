@@ -160,7 +160,9 @@ def require_columns(
                 raise ConfigError(
                     owner,
                     f"needs {printable(column)}, but {printable(outer)} has no field "
-                    f"{printable(field)}{did_you_mean(field, known)}",
+                    f"{printable(field)}{did_you_mean(field, known)}"
+                    if known
+                    else f"needs {printable(column)}, but {printable(outer)} holds no objects",
                     next="correct what asks for it in the recipe, or the source",
                 )
             outer, known = f"{outer}.{field}", known[field]

@@ -93,7 +93,7 @@ class Shards:
                         "another list under that name: rename it in the source",
                         hidden,
                     )
-                columns = fields_of(self._prompts.schema.field("columns").type) or {}
+                columns = fields_of(self._prompts["columns"]) or {}
                 of_turns = OF_TURNS if turns.has_turns(self._rollouts) else ()
                 shown = {*media.OFFERED} & {*self._prompts.column_names}
                 columns |= dict.fromkeys([*of_turns, *shown], ())

@@ -111,6 +111,7 @@ CANNOT_BE_READ = [
     "finish_reason < 3",
     "finish_reason = lenght",
     "finish_reason => length",
+    "group_id = <none>",
     "end != stopped",
     'reward < 1, "reward < 1',
 ]
@@ -260,16 +261,16 @@ def test_names_and_texts_of_conditions_may_be_quoted(tmp_path):
 
 
 def test_own_columns_keep_their_names_beside_those_of_a_table(tmp_path):
-    """What a table calls `end` and `ratio` has a longer name too; other names get one."""
+    """Under a longer one, `columns.NAME`."""
     own = [
         {"end": "e1", "ratio": 1.0, "tokens": 9, "reward": "low", "finish_reason": "stop"},
         {"end": "e2", "ratio": 3.0, "tokens": 8, "reward": "high", "finish_reason": "length"},
     ]
     joined = with_columns(tmp_path, pa.array(own))
     groups_of = {
-        "end = e1": {0},
+        "end = length": {0, 1},
         "columns.end = e1": {0},
-        "ratio > 2": {1},
+        "columns.ratio > 2": {1},
         "columns.tokens > 8": {0},
         "tokens = 4": {0, 1},
         "columns.reward = high": {1},
@@ -278,9 +279,10 @@ def test_own_columns_keep_their_names_beside_those_of_a_table(tmp_path):
     }
     found = {where: joined.order(Selection(where=where)) // 8 for where in groups_of}
     assert {where: set(groups) for where, groups in found.items()} == groups_of
-    assert joined.order(Selection(sort="ratio", descending=True))[0] == 8
+    assert joined.order(Selection(sort="columns.ratio", descending=True))[0] == 8
     assert joined.order(Selection(sort="columns.tokens"))[0] == 8
-    assert joined.groups("end")["end"].to_pylist() == ["e1", "e2"]
+    assert joined.groups("columns.end")["columns.end"].to_pylist() == ["e1", "e2"]
+    assert joined.groups("end")["finish_reason"].to_pylist() == ["length"]
     for name in ("reward", "columns.reward"):
         assert joined.groups(name)["columns.reward"].to_pylist() == ["low", "high"]
 

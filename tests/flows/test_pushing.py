@@ -69,8 +69,9 @@ def test_files_that_no_push_made_stay(made):
     assert deletions(prepare(versions.policy), ["cached.arrow"]) == []
     assert deletions(prepare(versions.rollouts), ["model.safetensors"]) == []
     adapter = "adapter/adapter_model.safetensors"
-    (deleted,) = deletions(prepare(versions.policy), [adapter])
-    assert deleted.path_in_repo == adapter
+    read = [adapter, "added_tokens.json", "preprocessor_config.json"]
+    deleted = [each.path_in_repo for each in deletions(prepare(versions.policy), read)]
+    assert deleted == read
 
 
 def test_a_card_names_no_folder(made):
@@ -82,6 +83,7 @@ def test_a_card_names_no_folder(made):
     models = [model.model_copy(update={"ref": ref}) for ref in ("/home/me/judge", "them/judge")]
     texts = ["/no_think Answer yes/no.", "/think", 'Write "/tmp/x/y" here.', "and/or", "~ a/b"]
     paths = ["/home/me/a b/day", "a/b", "~/data/rows.jsonl", "/data/mine.py:rows"]
+    paths += ["/Users/Jane Doe/rows.jsonl", "/my data/f.py:g"]
     settings = {
         **manifest.config,
         "system": texts[0],
@@ -93,7 +95,7 @@ def test_a_card_names_no_folder(made):
     assert f"| policy, tokenizer | them/judge | {model.tokenizer} |" in text
     read = json.loads(re.search(r"```json\n(.*?)\n```", text, re.DOTALL)[1])
     assert read["system"] == texts[0]
-    named = ["day", "a/b", "rows.jsonl", "mine.py:rows"]
+    named = ["day", "a/b", "rows.jsonl", "mine.py:rows", "rows.jsonl", "f.py:g"]
     assert read["template_arguments"] == {"of": named, "texts": texts}
 
 

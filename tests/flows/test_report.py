@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from quiver.flows.look import samples
+from quiver.flows.look import samples, troubles
 from quiver.flows.look import stage as report
 from quiver.flows.look.gather import gather
 from quiver.flows.look.joined import prompt_fields
@@ -212,7 +212,6 @@ AT_LIMIT = "25% of the completions ended at the token limit: "
         ("policy", {"skipped_steps": 2}, {}, "2 optimizer steps left out"),
         ("policy", {"audit": {"mean_gap": 0.07}}, {}, "trainer and engine differ by 0.07 nats"),
         ("policy", {"first_clip_fraction": 0.25}, {}, "the first step clipped 0.25 of its tokens"),
-        ("policy", {"grad_norm": 0.0}, {}, "the gradient of its last step was 0"),
         ("rewards", {"reward_null": 3}, {}, "3 of 8 rollouts have no reward"),
         ("rewards", {"groups": {"zero_variance": 0.75}}, {}, "in 75% of the groups all rewards"),
         ("rollouts", END, CUT, f"{AT_LIMIT}set generate.sampling.stop_token_ids = [7], since"),
@@ -231,6 +230,22 @@ def test_what_somebody_should_look_at(made, which, metrics, status, told):
     found.iterations[-1] = dataclasses.replace(last, versions=versions)
     page = Page(report.render(made, found))
     assert f"bench/{which}@2: {told}" in page.words and page.paragraphs("warn") == 1
+
+
+@pytest.mark.parametrize(("reject", "is_told"), [("ratio", True), (None, False)])
+def test_a_last_gradient_of_zero_is_told_if_tokens_may_be_rejected(made, reject, is_told):
+    """Equal rewards give one too, late in many trainings."""
+    found = gather(made, "bench")
+    last = found.iterations[-1]
+    policy = last.policy.model_copy(
+        update={
+            "metrics": {**last.policy.metrics, "grad_norm": 0.0},
+            "config": {**last.policy.config, "correction": {"reject": reject, "mode": "truncate"}},
+        }
+    )
+    versions = [policy if each is last.policy else each for each in last.versions]
+    found.iterations[-1] = dataclasses.replace(last, versions=versions)
+    assert any("optimize.correction" in text for text in troubles.warnings(found)) == is_told
 
 
 def test_the_reference_of_verls_layout_is_shown():

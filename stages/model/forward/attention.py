@@ -377,11 +377,7 @@ def trunk_of(model: nn.Module) -> nn.Module:
 
 
 def set_mode(model: nn.Module, mode: str) -> None:
-    """Set the block attention, or for `single` the model's own.
-
-    Raises NotImplementedError for a model that attends by code of its own: it would mix the
-    rollouts of a strip, which the first rollouts need not show.
-    """
+    """Set the block attention, or for `single` the model's own."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, block_attention)
@@ -393,5 +389,3 @@ def set_mode(model: nn.Module, mode: str) -> None:
         of_text = [n for n in model.config.sub_configs if getattr(model.config, n) is text_config]
         implementation = dict.fromkeys(of_text, implementation)  # the vision part keeps its own
     model.set_attn_implementation(implementation)
-    if mode != "single" and text_config._attn_implementation != NAME:
-        raise NotImplementedError("block attention cannot replace its own")

@@ -229,9 +229,9 @@ def largest_gap(
     `expected` has the logprobs of the first tokens of each rollout of `sequences`. Returns infinity
     if the mode does not run.
     """
+    policy.set_mode(mode)
+    microbatches = policy.microbatches(range(len(expected)), prompt_numbers, sequences, 1 << 30)
     try:
-        policy.set_mode(mode)
-        microbatches = policy.microbatches(range(len(expected)), prompt_numbers, sequences, 1 << 30)
         packed = compute_logprobs(policy, microbatches, sequences)
         logprobs = sequences.completions.with_values(packed)
     except FAILURES as error:

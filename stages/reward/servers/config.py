@@ -25,7 +25,7 @@ from quiver.stages.core.servers import refuse_section
 from quiver.stages.reward.scoring import Interval, ScorerConfig
 
 from .dialects import judge
-from .dialects.rows import fields
+from .dialects.rows import fields, of_several_words
 
 VERSION = 1
 """Version of how the client reads an answer. Raising it makes rewards anew."""
@@ -179,8 +179,12 @@ class ServerConfig(ScorerConfig):
             raise ValueError("rescale needs range, whose ends become 0 and 1")
         allowed = {"message_template": {"role", "content"}, "reply_template": set()}
         for name, names in allowed.items():
-            if unknown := sorted(fields(getattr(self, name)) - names):
-                raise ValueError(f"{name} knows no {{{unknown[0]}}}; it may have {sorted(names)}")
+            asked = fields(getattr(self, name))
+            if unknown := sorted(each for each in asked - names if " " not in each):
+                raise ValueError(
+                    f"{name} knows no {{{unknown[0]}}}; it may have {sorted(names)}. "
+                    f"{{{{{unknown[0]}}}}} is sent as {{{unknown[0]}}}"
+                )
         return self
 
 
@@ -189,5 +193,6 @@ def fingerprint(config: ServerConfig) -> str:
     no_matter = {"name", "weight", "extra", "fingerprint"}
     decides = {name: setting for name, setting in config.key().items() if name not in no_matter}
     # names of several words were once sent as they stood
-    of_words = sorted(name for name in fields(config.rubric) if not re.fullmatch(r"\w+", name))
+    templates = (config.rubric, config.message_template, config.reply_template)
+    of_words = sorted(of_several_words("\n".join(templates)))
     return f"server:{digest([VERSION, decides, *of_words])}"

@@ -26,10 +26,10 @@ from quiver.schemas.prompts import MEDIA
 from quiver.stages.core.client import Client, FailedError
 from quiver.stages.core.servers import read_json, secret
 from quiver.stages.reward import media
-from quiver.stages.reward.scoring import OFFERED, Batch, Notice, Part, require_columns
+from quiver.stages.reward.scoring import OFFERED, Batch, Notice, Part
 
 from .config import ServerConfig
-from .dialects import DIALECTS
+from .dialects import DIALECTS, named_columns, require_named
 from .dialects.rows import Row, as_rows, to_json, without_json
 from .transport import ABOUT_COLUMNS, ABOUT_ROWS, Deadline, Transport
 
@@ -77,25 +77,15 @@ class ServerScorer:
 
     def require(self, columns: Iterable[str]) -> None:
         """Raise ConfigError unless every column to send exists, and none is of files."""
-        owner = f"reward server {self.name}"
-        key = self._dialect.columns_key
-        advice = "; {{word}} is sent as {word}" if key == "rubric" else ""
-        require_columns(owner, self._sent_columns(columns), columns, advice)
-        fields = dict(columns) if isinstance(columns, Mapping) else {}
-        for name in sorted({*MEDIA.values()} & (self._dialect.columns(self.config) or set())):
-            if fields.get(name) == ():
+        columns = columns if isinstance(columns, Mapping) else dict.fromkeys(columns)
+        for name in sorted({*MEDIA.values()} & require_named(self.config, columns)):
+            if columns[name] == ():
                 raise ConfigError(
-                    owner,
+                    f"reward server {self.name}",
                     f"cannot be sent {name}: these are the prompts' files, and no text",
-                    next=f"leave {name} out of reward.servers.{key}; a judge is shown the pictures "
-                    "by itself",
+                    next=f"leave {name} out of reward.servers.{self._dialect.columns_key}; a judge "
+                    "is shown the pictures by itself",
                 )
-
-    def _sent_columns(self, columns: Iterable[str]) -> set[str]:
-        """Return the user's columns that requests hold. If the config names none, take them from
-        `columns`."""
-        named = self._dialect.columns(self.config)
-        return set(columns) - set(OFFERED) if named is None else named
 
     def score(self, batch: Batch) -> list[Part]:
         """Return one part per row of `batch`, in order. Call it in a thread without an event loop.
@@ -107,18 +97,16 @@ class ServerScorer:
         Errors that `notice` raises pass through.
         """
         started_at = time.monotonic()
-        columns = self._sent_columns(batch)
         held = media.names_in(batch)
-        names_columns = self._dialect.columns(self.config) is not None
-        if not names_columns:
-            columns -= held
+        named = named_columns(self.config, batch)
+        columns = {*batch} - {*OFFERED} - held if named is None else named
         if self._dialect.shows_pictures:
             columns |= held & {MEDIA["image"]}
         rows = [
             row._replace(completion=self._prefill(row.id) + row.completion)
             for row in as_rows(batch, sorted(columns))
         ]
-        if not names_columns:
+        if named is None:
             rows = self._sendable(rows)
         try:
             return asyncio.run(self._score(rows))

@@ -94,6 +94,22 @@ def test_weights_in_another_form_stay_outside(store, folder, shard):
     assert checkpoints.count_parameters(folder) == count
 
 
+def test_of_two_sets_of_weights_that_of_transformers_is_taken(store, folder):
+    """A model that was saved twice, once in several files."""
+    shard = "model-00001-of-00001.safetensors"
+    tensors = load_file(folder / WEIGHTS)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / shard)
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, shard)})
+    )
+    version = imported(store, folder)
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert torch.equal(loaded["model.norm.weight"], tensors["model.norm.weight"])
+    assert {name for name in version.files.names if "safetensors" in name} == {WEIGHTS}
+    ours = load_model(version, dtype=torch.float32).state_dict()
+    assert torch.equal(ours["model.norm.weight"], tensors["model.norm.weight"])
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "t5", "bart"])
 def test_what_a_model_is(store, kind):
     version = make_policy(store, kind=kind)

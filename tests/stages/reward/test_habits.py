@@ -10,6 +10,7 @@ from quiver.schemas.errors import ConfigError, RewardError
 from quiver.stages.reward.functions.config import FunctionConfig
 from quiver.stages.reward.pool.habits import require_sent
 from quiver.stages.reward.preview import preview
+from quiver.stages.reward.scoring import cells_of
 from quiver.stages.reward.stage import Config
 
 THEIRS = """
@@ -177,12 +178,18 @@ def test_fields_of_json_text(score, sample, column):
 
 
 def test_a_cell_without_an_object_gives_none_whatever_stands_beside_it(score, sample, column):
-    """A retry or a request may hold that row alone."""
+    """A retry or a request may hold that row alone. A column without any object is refused."""
     numeric = function("numeric", columns={"answer": "reward_model.ground_truth"})
-    for cells in ['{"ground_truth": "7"}', "N/A", "null", "{", "7"], ["N/A"], ["null"]:
-        rewards = column(score(sample([["7"]] * len(cells), {"reward_model": cells}), numeric))
-        expected = [1.0 if "truth" in cell else None for cell in cells]
-        assert rewards == {f"{row}-0": reward for row, reward in enumerate(expected)}
+    cells = ['{"ground_truth": "7"}', "N/A", "null", "{", "7"]
+    rewards = column(score(sample([["7"]] * len(cells), {"reward_model": cells}), numeric))
+    assert rewards == {"0-0": 1.0, **{f"{row}-0": None for row in range(1, 5)}}
+    for cell in "N/A", "null":
+        batch = {"reward_model": [cell]}
+        assert cells_of("reward_model.ground_truth", batch) == [None]
+    for cells in ["N/A", "7", " "], [1, None, 2], [["7"], [], None]:
+        version = sample([["7"]] * 3, {"reward_model": cells})
+        with pytest.raises(ConfigError, match="reward_model holds no objects"):
+            score(version, numeric)
 
 
 def test_a_request_without_the_prompt_s_ids_says_where_they_are_asked_for():

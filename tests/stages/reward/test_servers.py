@@ -10,6 +10,8 @@ from quiver.schemas.errors import ConfigError, RemoteError
 from quiver.stages.core import config as common
 from quiver.stages.core.config import parse
 from quiver.stages.reward.servers.config import ServerConfig, fingerprint
+from quiver.stages.reward.servers.dialects import named_columns
+from quiver.stages.reward.servers.dialects.rows import fill, of_several_words
 from quiver.stages.reward.servers.scorer import ServerScorer
 from quiver.stages.reward.stage import Config
 from tests.stages.reward.fake_server import FakeServer, reply
@@ -151,13 +153,23 @@ def test_fields_that_are_sent_must_be_there(options):
         server.require({"reward_model": {"truths": None}})
 
 
-@pytest.mark.parametrize("name", ["ground-truth", "ground truth", "truth"])
+@pytest.mark.parametrize("name", ["ground-truth", "truth"])
 def test_a_name_in_a_rubric_that_is_no_column_is_refused(name):
     judge = ServerScorer(section(**JUDGE, rubric=f"{{{name}}} {{{{{name}}}}}"))
     judge.require([name])
     with pytest.raises(ConfigError, match=f"needs .?{name}") as caught:
         judge.require(["truths"])
     assert "{{word}} is sent as {word}" in caught.value.next
+
+
+def test_words_in_a_rubric_are_prose_unless_a_column_has_their_name():
+    section_ = section(**JUDGE, rubric=r"{the answer}, as \boxed{{final word}} or {your score}")
+    ServerScorer(section_).require(["level"])
+    assert named_columns(section_, ["level"]) == set()
+    assert named_columns(section_, ["the answer"]) == {"the answer"}
+    assert fill(section_.rubric, {"the answer": 7}) == r"7, as \boxed{{final word}} or {your score}"
+    plain, escaped = (section(**JUDGE, rubric=rubric) for rubric in ("{{a}}", "{{a.b}}"))
+    assert not of_several_words(plain.rubric) and of_several_words(escaped.rubric) == {"a.b"}
 
 
 @pytest.mark.parametrize(

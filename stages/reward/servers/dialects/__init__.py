@@ -17,10 +17,10 @@ one row has no number, that row's part carries an error. The first two also have
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from quiver.stages.reward.scoring import Part
+from quiver.stages.reward.scoring import Part, require_columns
 
 from . import judge, openrlhf, quiver, vllm
 from .rows import Row, fields
@@ -84,3 +84,25 @@ DIALECTS: dict[str, Dialect] = {
         shows_pictures=True,
     ),
 }
+
+
+def named_columns(config: Any, columns: Collection[str]) -> set[str] | None:
+    """Return the user's columns that a server's section names; None if its requests hold all.
+
+    Words with blanks in the braces of a rubric are prose, unless they are one of `columns`.
+    """
+    dialect = DIALECTS[config.dialect]
+    named = dialect.columns(config)
+    if dialect.columns_key != "rubric":
+        return named
+    return {name for name in named if " " not in name or name.partition(".")[0] in columns}
+
+
+def require_named(config: Any, columns: Collection[str]) -> set[str]:
+    """Return the columns that a server's section names. Raises ConfigError if one is missing (see
+    `require_columns` of scoring)."""
+    named = named_columns(config, columns) or set()
+    is_rubric = DIALECTS[config.dialect].columns_key == "rubric"
+    advice = "; {{word}} is sent as {word}" if is_rubric else ""
+    require_columns(f"reward server {config.name}", named, columns, advice)
+    return named

@@ -20,8 +20,7 @@ from quiver.schemas.errors import printable
 from quiver.schemas.outside import LARGEST, read_number
 from quiver.stages.reward.scoring import Batch, Part, as_extra, cells_of
 
-_NAME = r"\w+(?:[ .-]\w+)*"
-_FIELD = re.compile(rf"\{{\{{({_NAME})\}}\}}|\{{({_NAME})\}}")
+_FIELD = re.compile(r"\{\{(\w+(?:[.-]\w+)*)\}\}|\{(\w+(?:[ .-]\w+)*)\}")
 
 
 class Row(NamedTuple):
@@ -92,22 +91,31 @@ def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def fields(template: str) -> set[str]:
-    """Return the names that a template asks for."""
+    """Return the names that a template asks for. Names with a blank may be prose (`fill`)."""
     return {match[2] for match in _FIELD.finditer(template) if match[2]}
+
+
+def of_several_words(template: str) -> set[str]:
+    """Return what stands in braces with dots, dashes or blanks, escaped or not."""
+    names = {match[1] or match[2] for match in _FIELD.finditer(template)}
+    return {name for name in names if not re.fullmatch(r"\w+", name)}
 
 
 def fill(template: str, values: Mapping[str, Any]) -> str:
     """Replace each {name} of `template` in one pass, so that braces in a value stay unchanged;
     {{name}} gives {name}.
 
-    A name is words with spaces, dots or dashes between them. Text is inserted unchanged, any other
-    value as JSON. Other braces stay, such as those of JSON.
+    A name is words with dots or dashes between them; with blanks too if `values` has it, since
+    `{your score}` is prose. Text is inserted unchanged, any other value as JSON. Other braces stay,
+    such as those of JSON.
     """
 
     def replace(match: re.Match[str]) -> str:
         escaped, name = match.groups()
         if escaped:
             return f"{{{escaped}}}"
+        if " " in name and name not in values:
+            return match[0]
         text = values[name]
         return text if isinstance(text, str) else to_json(text)
 

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from torch.nn.attention import current_flash_attention_impl
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPTJConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.model.forward import policy as policy_module
@@ -118,16 +118,6 @@ def test_a_model_that_reads_later_tokens_is_refused():
     config = Gemma3TextConfig(**forward.SMALL, use_bidirectional_attention=True)
     with pytest.raises(ConfigError, match="depends on later tokens"):
         chosen(AutoModelForCausalLM.from_config(config).eval())
-
-
-@pytest.mark.parametrize("wanted", ["shared", "packed"])
-def test_a_model_with_attention_of_its_own_reads_one_rollout_at_a_time(caplog, wanted):
-    """transformers keeps GPT-J's own attention, which one rollout cannot show."""
-    config = GPTJConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
-    sequences, prompts = forward._data()
-    model = AutoModelForCausalLM.from_config(config).eval()
-    assert chosen(model, wanted, (sequences.take([6]), prompts[6:7])) == "single"
-    assert "block attention cannot replace its own" in caplog.text
 
 
 def test_a_way_of_packing_that_gives_nan_anywhere_is_not_taken():
