@@ -370,7 +370,7 @@ FUNCTIONS: dict[str, Shipped] = {
         verifiers.json_schema,
         "1 if the completion is JSON that the column or argument `schema` allows",
         {"schema": "JSON text or a table", "find": "auto, text or fenced"},
-        version=3,
+        version=4,
         reference="schema",
     ),
     "similarity": Shipped(
