@@ -27,7 +27,7 @@ _DATE = re.compile(
     r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}.*|[0-9]{1,2}[/.][0-9]{1,2}[/.][0-9]{2,4}", re.DOTALL
 )
 _LETTER = re.compile(r"\(([A-Za-z])\)")
-_AROUND = " \t\n*_`.$"
+_AROUND = " \t\n*_`$"
 
 
 def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
@@ -77,7 +77,8 @@ def _math(text: str, right: Any) -> float:
         return float(plain_numbers.same(number, expected_number._replace(grouped=None)))
     from math_verify import verify
 
-    formulas = _right_answer(plain_numbers.readable(right))
+    # math-verify finds a box itself, but knows no other mark
+    formulas = _right_answer(plain_numbers.readable(expected if boxed(right) is None else right))
     given = plain_numbers.readable(given)
     is_formula = boxed(text) is not None or not (has_words(given) or _LATEX.search(given))
     found = _parse(f"\\boxed{{{given}}}" if is_formula else given)
@@ -85,8 +86,8 @@ def _math(text: str, right: Any) -> float:
 
 
 def _bare(text: str) -> str:
-    """Return text without signs that only surround an answer."""
-    bare = plain_numbers.without_wrappers(text).strip(_AROUND)
+    """Return text without signs that only surround an answer. A point before it is decimal."""
+    bare = plain_numbers.without_wrappers(text).lstrip(_AROUND).rstrip(f"{_AROUND}.")
     letter = _LETTER.fullmatch(bare)
     return letter[1] if letter else bare
 
@@ -157,8 +158,8 @@ def _json(text: str, schema: Any, find: str) -> float:
             blocks[-1] if blocks else text,
             object_pairs_hook=no_key_twice,
             parse_constant=no_constant,
-        )
             parse_float=finite_float,
+        )
     except (ValueError, RecursionError):
         return 0.0
     try:
