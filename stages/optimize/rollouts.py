@@ -339,8 +339,8 @@ def _parts(config: Config, versions: list[RolloutSet]) -> dict[str, Tensor]:
                 next=f"name {manifest.require_input('rewards').ref}, or take grpo",
             )
         scorers = [
+            {"name": "overlong", **manifest.config_section("overlong")},  # unless a scorer is that
             *itertools.chain(*(manifest.config.get(kind, ()) for kind in SCORERS)),
-            {"name": "overlong", **manifest.config_section("overlong")},
         ]
         weights = {scorer["name"]: scorer.get("weight", 1.0) for scorer in scorers}
         column = version.column("rewards", "parts").combine_chunks()

@@ -84,6 +84,9 @@ def numeric(
     several numbers is no answer, and neither are several numbers without a word around them (1, 2),
     unless = precedes the last. A box that never closes is no answer either.
 
+    A minus may stand apart in a box, in text without words, and after =, ( or $: there - 7 and -(7)
+    are -7. Elsewhere - 7 may be an item of a list, and is 7.
+
     Numbers are read exactly: 1,000, 1 000 and 1{,}000 are 1000; 3.50 is 7/2; 1/2, \frac12 and ½ are
     a half, 1½ is 3/2; 1e3 and 1.5 × 10^3 are known; 3,14 is 3.14. Signs around a number ($, cm, °,
     x =) are not compared. If a spelling can be read in two ways, the answer decides: 1.000 is 1 or
@@ -324,14 +327,14 @@ FUNCTIONS: dict[str, Shipped] = {
         numeric,
         "1 if the completion's number is the column `answer`",
         {"tolerance": "relative, 0 is exact"},
-        version=3,
+        version=4,
         reference="answer",
     ),
     "math": Shipped(
         verifiers.math,
         "1 if the completion's mathematical answer equals the column `answer`",
         {},
-        version=3,
+        version=4,
         reference="answer",
     ),
     "choice": Shipped(
@@ -370,7 +373,7 @@ FUNCTIONS: dict[str, Shipped] = {
         verifiers.json_schema,
         "1 if the completion is JSON that the column or argument `schema` allows",
         {"schema": "JSON text or a table", "find": "auto, text or fenced"},
-        version=3,
+        version=4,
         reference="schema",
     ),
     "similarity": Shipped(

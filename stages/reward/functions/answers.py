@@ -172,7 +172,7 @@ def has_words(text: str) -> bool:
 
 def _only_number(text: str) -> Number | None:
     """Return the only number of `text`, or of the part after its last =."""
-    side = text.rpartition("=")[2]
+    side = "=" + text.rpartition("=")[2]  # what follows = is no list: its - is a sign
     found = plain_numbers.find(side)
     return None if len(found) != 1 or plain_numbers.leaves_more(side) else found[0]
 

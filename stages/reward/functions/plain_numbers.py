@@ -22,7 +22,7 @@ _DEEPEST = 3  # \\text{…} within \\text{…}
 # -- one spelling for what is written in several ways
 
 _CHARACTERS = {
-    **dict.fromkeys("−–－﹣", "-"),
+    **dict.fromkeys("−–－﹣\u2010\u2011\u2012", "-"),
     **dict.fromkeys("\u00a0\u2007\u2009\u200a\u202f", " "),
     **{chr(0xFF10 + digit): str(digit) for digit in range(10)},
     "⁄": "/",
@@ -75,6 +75,11 @@ _KEYBOARD = [  # formulas as programs and plain text write them
         r"\\\1",
     ),
 ]
+# elsewhere - may begin an item of a list, or stand between words
+_SIGN_APART = re.compile(
+    r"([=≈][\s$*({]*|[$({])-"
+    r"(?:\s+(?=[$€£¥₹]?\s?[0-9.\\])|\s*[({]\s*([0-9./]+)\s*[)}](?!\s*[0-9.^]))"
+)
 _FRACTION = re.compile(
     r"(?:(?P<whole>[0-9])\s?)?\\frac"
     r"\s*\{\s*(?P<above>-?[0-9.,]+)\s*\}\s*\{\s*(?P<below>-?[0-9.]+)\s*\}"
@@ -87,6 +92,7 @@ _NO_PLAIN_NUMBER = re.compile(
 )
 _MORE = re.compile(
     r"(?<![\w^{-])[.:]?[0-9]"
+    r"|(?<!\w\w)(?<![A-Z-])-\s*[$*]*[\0({\[|]"
     r"|\+|(?<=[a-zA-Z)])\*|\\times|\\cdot|\\div|(?<=[a-zA-Z}]) - "
 )
 _EAST_ASIAN = re.compile(
@@ -112,6 +118,7 @@ def plain(text: str) -> str:
     text = without_wrappers(_with_commands(text.translate(_TRANSLATED)))
     for pattern, replacement in _REWRITTEN:
         text = pattern.sub(replacement, text)
+    text = _SIGN_APART.sub(r"\1-\2", text)
     return _FRACTION.sub(_as_slash, text).removeprefix(" ")
 
 
@@ -211,7 +218,7 @@ def readable(text: str) -> str:
     ('1\\frac{1}{2} - x', '7', '\\pi*x^2')
     """
     text = _VULGAR.sub(_as_frac, text).translate(_TRANSLATED).replace("°", r"^\circ")
-    text = _with_commands(text)
+    text = _SIGN_APART.sub(r"\1-\2", _with_commands(text))
     text = re.sub(r"(?<=[0-9])[eE]([-+]?[0-9]{1,3})(?!\w)", r" \\times 10^{\1}", text)
     text = _EAST_ASIAN.sub(" ", text)
     return text.strip().removesuffix(".")
@@ -234,8 +241,8 @@ def _symbol(_: re.Match[str]) -> str:
 
 def leaves_more(text: str) -> bool:
     """True if, beside its numbers, `text` has something that changes their meaning: digits, as in
-    1.2.3, or arithmetic, as in x + 7."""
-    rest = _NUMBER.sub(" ", _NO_PLAIN_NUMBER.sub(" ", plain(text)))
+    1.2.3, arithmetic, as in x + 7, or a sign of its own, as in -|7|."""
+    rest = _NUMBER.sub(_PLACE, _NO_PLAIN_NUMBER.sub(" ", plain(text)))
     return _MORE.search(rest) is not None
 
 

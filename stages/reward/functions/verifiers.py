@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from quiver.schemas.errors import ConfigError
-from quiver.schemas.plain import no_constant, no_key_twice
+from quiver.schemas.plain import finite_float, no_constant, no_key_twice
 
 from . import plain_numbers
 from .answers import as_text, boxed, fenced, has_words, is_exactly, marked, score_each
@@ -27,7 +27,7 @@ _DATE = re.compile(
     r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}.*|[0-9]{1,2}[/.][0-9]{1,2}[/.][0-9]{2,4}", re.DOTALL
 )
 _LETTER = re.compile(r"\(([A-Za-z])\)")
-_AROUND = " \t\n*_`.$"
+_AROUND = " \t\n*_`$"
 
 
 def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
@@ -77,7 +77,8 @@ def _math(text: str, right: Any) -> float:
         return float(plain_numbers.same(number, expected_number._replace(grouped=None)))
     from math_verify import verify
 
-    formulas = _right_answer(plain_numbers.readable(right))
+    # math-verify finds a box itself, but knows no other mark
+    formulas = _right_answer(plain_numbers.readable(expected if boxed(right) is None else right))
     given = plain_numbers.readable(given)
     is_formula = boxed(text) is not None or not (has_words(given) or _LATEX.search(given))
     found = _parse(f"\\boxed{{{given}}}" if is_formula else given)
@@ -85,8 +86,8 @@ def _math(text: str, right: Any) -> float:
 
 
 def _bare(text: str) -> str:
-    """Return text without signs that only surround an answer."""
-    bare = plain_numbers.without_wrappers(text).strip(_AROUND)
+    """Return text without signs that only surround an answer. A point before it is decimal."""
+    bare = plain_numbers.without_wrappers(text).lstrip(_AROUND).rstrip(f"{_AROUND}.")
     letter = _LETTER.fullmatch(bare)
     return letter[1] if letter else bare
 
@@ -120,12 +121,15 @@ def json_schema(
 
         reward_i = 1 if json(completion_i) is valid under schema_i else 0
 
-    JSON is read strictly: no NaN, no duplicate keys.
+    JSON is read strictly: no NaN, no duplicate keys, no number that is too large for a float, and
+    no integer that is too large for what its schema computes.
 
     Args:
         schema: A column of the rows (JSON text or a struct; null gives None), or one for all rows
             in `arguments`. `$schema` names its draft; default: 2020-12. An invalid schema is an
-            error of the row. `$ref` reaches nothing outside the schema.
+            error of the row. `$ref` reaches nothing outside the schema. In a column of structs a
+            null is a key that the row lacks: a schema that says null, as {"const": null}, must be
+            JSON text there.
         find: `text` (the whole completion), `fenced` (the last ``` block that is marked json or not
             marked; nothing found is 0) or `auto` (the last such block if there is one).
 
@@ -137,7 +141,8 @@ def json_schema(
     """
     if find not in ("auto", "text", "fenced"):
         raise ValueError(f"find must be auto, text or fenced, got {find!r}")
-    schemas = [schema] * len(completions) if isinstance(schema, dict | str) else schema
+    schema = json.dumps(schema) if isinstance(schema, dict) else schema
+    schemas = [schema] * len(completions) if isinstance(schema, str) else schema
     return score_each(functools.partial(_json, find=find), completions, schemas)
 
 
@@ -153,19 +158,27 @@ def _json(text: str, schema: Any, find: str) -> float:
             blocks[-1] if blocks else text,
             object_pairs_hook=no_key_twice,
             parse_constant=no_constant,
+            parse_float=finite_float,
         )
     except (ValueError, RecursionError):
         return 0.0
     try:
         return float(validator.is_valid(document))
-    except RecursionError:
+    except (OverflowError, RecursionError):
         return 0.0
 
 
 def _without_nulls(schema: Any) -> Any:
-    """Remove the nulls that Arrow adds to a schema, since it gives every struct every key."""
+    """Remove the nulls that Arrow adds to a schema, since it gives every struct every key. Raise
+    ValueError if `const` may be a null that was written: without it everything would be valid."""
     if isinstance(schema, dict):
-        return {key: _without_nulls(rule) for key, rule in schema.items() if rule is not None}
+        kept = {key: _without_nulls(rule) for key, rule in schema.items() if rule is not None}
+        if "const" in schema and not kept:
+            raise ValueError(
+                "the schema is a struct with a const of null, which may also be a key that it "
+                "lacks: write the schemas of this column as JSON text"
+            )
+        return kept
     return [_without_nulls(rule) for rule in schema] if isinstance(schema, list) else schema
 
 

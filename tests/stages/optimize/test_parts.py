@@ -20,6 +20,9 @@ MINE = """
 def even(completion_ids):
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
 
+def overlong(completion_ids):
+    return [-len(ids) / 8 for ids in completion_ids]
+
 def high(completion_ids):
     return [None if ids[0] % 5 == 0 else max(ids) / 300 for ids in completion_ids]
 """
@@ -31,7 +34,7 @@ def rewarded(store, policy, tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     model = load_model(policy, dtype=torch.float32)
 
-    def make(run: str, seed: int, **weights: float):
+    def make(run: str, seed: int, *, penalty: bool = True, **weights: float):
         rows = world.sample(model, world.prompts(3, seed), 4, seed=seed)
         rows = [row | {"rollout_id": f"{run}-{row['rollout_id']}"} for row in rows]
         asked = world.write_prompts(store, rows, run)
@@ -40,7 +43,7 @@ def rewarded(store, policy, tmp_path):
             {"use": f"{tmp_path}/mine.py:{name}", "weight": weight}
             for name, weight in weights.items()
         ]
-        overlong = {"max_tokens": 8, "cache": 6, "weight": 0.3}
+        overlong = {"max_tokens": 8, "cache": 6, "weight": 0.3} if penalty else None
         config = RewardConfig(functions=functions, overlong=overlong, workers=1)
         return rollouts, store.open(run_here("reward", config, store, rollouts=rollouts.ref))
 
@@ -68,6 +71,17 @@ def test_parts_and_weights_are_those_of_the_reward_stage(policy, rewarded):
         found.append([pair for pair in pairs if not math.isnan(pair[0])])
     assert found == expected
     assert {len(parts) for parts in found[:12]} == {2, 3}
+
+
+def test_a_function_may_have_the_name_of_the_penalty(policy, rewarded):
+    rollouts, rewards = rewarded("tiny", 1, penalty=False, even=2.0, overlong=0.25)
+    version = RolloutSet({"policy": policy, "rollouts": rollouts, "rewards": rewards})
+    columns = joining._parts(world.config(algorithm="gdpo"), [version])
+    names = rewards.table().schema.field("parts").type.names
+    assert dict(zip(names, columns["part_weights"][0].tolist(), strict=True)) == {
+        "even": 2.0,
+        "overlong": 0.25,
+    }
 
 
 def test_a_group_of_equal_sums_is_learned_from_where_its_parts_differ(store, policy):

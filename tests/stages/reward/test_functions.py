@@ -169,6 +169,25 @@ def test_json_under_a_schema():
         assert verifiers.json_schema([text], schema, find) == [expected]
 
 
+def test_numbers_beyond_floats_are_no_json():
+    odd = {"type": "number", "multipleOf": 0.3}
+    for text in ("1e400", "[-1e400]", "7" * 400, f"-{'7' * 400}"):
+        assert verifiers.json_schema([text, "0.6"], odd) == [0.0, 1.0]
+    assert verifiers.json_schema(["1e400", "7" * 400], {"type": "number"}) == [0.0, 1.0]
+
+
+def test_a_null_in_a_schema_is_kept_except_in_a_column_of_structs():
+    texts = ["null", "5"]
+    assert verifiers.json_schema(texts, {"const": None}) == [1.0, 0.0]
+    assert verifiers.json_schema(texts, ['{"const": null}'] * 2) == [1.0, 0.0]
+    held = {"properties": {"a": {"enum": [{"b": None}]}}}
+    assert verifiers.json_schema(['{"a": {"b": null}}', '{"a": {}}'], held) == [1.0, 0.0]
+    with pytest.raises(ValueError, match="as JSON text"):
+        verifiers.json_schema(texts, [{"items": {"const": None, "type": None}}] * 2)
+    absent = {"type": "integer", "const": None}
+    assert verifiers.json_schema(texts, [absent] * 2) == [0.0, 1.0]
+
+
 def test_schemas_by_row_and_schemas_that_are_none():
     # as Arrow gives a struct back
     struct = {"type": "array", "items": {"type": "integer", "enum": None}, "required": None}
