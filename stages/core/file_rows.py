@@ -3,8 +3,8 @@
 JSON is strict. A CSV cell is text, exactly as in the file. A CSV column holds numbers if each of
 its cells is written as Python writes that number: `7`, `-1`, `2.5`. With one cell such as `007`,
 `1.50` or `N/A` all of its cells are text, because a number would lose the original spelling.
-`true`, dates and everything else are text too. An empty cell is null in a column of numbers, and
-empty text in a column of text.
+`true`, dates, whole numbers of more than 300 digits and everything else are text too. An empty cell
+is null in a column of numbers, and empty text in a column of text.
 
     for place, row in json_rows(Path("rows.jsonl")):       # "line 1", {…}
         ...
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable, quoted_name
-from quiver.schemas.plain import bad_text, read_clean_json
+from quiver.schemas.plain import MOST_DIGITS, bad_text, read_clean_json
 
 Cell = str | int | float | None
 
@@ -99,7 +99,10 @@ def csv_rows(path: Path) -> Iterator[tuple[str, dict[str, Cell]]]:
 
 
 def _number(text: str) -> int | float | None:
-    """Return the number that Python writes exactly as `text`; None if there is none."""
+    """Return the number that Python writes exactly as `text`; None if there is none, or if it has
+    more digits than JSON may have."""
+    if len(text.lstrip("-")) > MOST_DIGITS:
+        return None
     for kind in (int, float):
         try:
             number = kind(text)

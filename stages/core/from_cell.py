@@ -3,8 +3,9 @@
     as_file(score)      # ~/.cache/quiver/functions/5e0b…/score.py:score
 
 The file holds the function's source and what it uses: imports, other functions of the notebook, and
-plain constants. Its name holds the hash of this text. What does not fit is refused: a decorator, an
-object, or one name with two values. Not of the spine.
+plain constants. Its name holds the hash of this text. Comments in it hold the hashes of imported
+modules, but for installed ones: an edited one gives another file. What does not fit is refused: a
+decorator, an object, or one name with two values. Not of the spine.
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ import dis
 import hashlib
 import inspect
 import sys
+import sysconfig
 import textwrap
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.core.files import write_bytes
+from quiver.stages.core.plugins import fingerprint
 from quiver.stages.core.threads import parse_python
 from quiver.stages.core.user_cache import cache_folder
 
 _PLAIN = (str, int, float, bool, type(None), list, tuple, dict)
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_OF_EACH_FILE = {*vars(types.ModuleType("")), "__builtins__", "__file__", "__annotations__"}
+"""Names that each file has of its own."""
 _HOW = "write the function into a file, and name it: my_rewards.py:score"
 _Definitions = dict[str, tuple[Any, str]]
 """Value and source of each name of the file, in its order."""
@@ -104,13 +111,18 @@ def _define_function(function: types.FunctionType, definitions: _Definitions) ->
     source = _source_of(function)
     definitions[own_name] = (function, source)  # it may call itself
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    known = function.__globals__ | {name: cell.cell_contents for name, cell in cells}
+    known = dict(function.__globals__)
+    for name, cell in cells:
+        try:
+            known[name] = cell.cell_contents
+        except ValueError:
+            raise _refused(function, f"uses {printable(name)}, which has no value yet") from None
     flags = __future__.annotations.compiler_flag
     code = compile(source, f"{own_name}.py", "exec", flags=flags, dont_inherit=True)
     attributes = set(_read_by(code, ("LOAD_ATTR", "LOAD_METHOD")))
     # LOAD_NAME reads the names in defaults
     for name in dict.fromkeys(_read_by(code, ("LOAD_NAME", "LOAD_GLOBAL"))):
-        if name in known and not name.startswith("__"):
+        if name in known and name not in _OF_EACH_FILE:
             _define(name, known[name], definitions, function, attributes)
     definitions[own_name] = definitions.pop(own_name)
 
@@ -145,7 +157,7 @@ def _import_of(name: str, used: Any, user: types.FunctionType, attributes: set[s
     """Return the import of a module, with its submodules among `attributes`, or of an object of a
     module; empty if it is neither."""
     if isinstance(used, types.ModuleType):
-        lines = [f"import {used.__name__} as {name}"]
+        lines = [f"import {used.__name__} as {name}{_hash_of(used.__name__)}"]
         return "\n".join([*lines, *_submodules(used.__name__, attributes)])
     module = getattr(used, "__module__", None)
     own_name = getattr(used, "__name__", None)
@@ -155,15 +167,27 @@ def _import_of(name: str, used: Any, user: types.FunctionType, attributes: set[s
         return ""
     if getattr(sys.modules.get(module), own_name, None) is not used:
         return ""
-    return f"from {module} import {own_name} as {name}"
+    return f"from {module} import {own_name} as {name}{_hash_of(module)}"
 
 
 def _submodules(module: str, attributes: set[str]) -> Iterator[str]:
     """Yield the imports of the loaded submodules: `import scipy` alone may lack `scipy.stats`."""
     for inner in sorted(f"{module}.{attribute}" for attribute in attributes):
         if inner in sys.modules:
-            yield f"import {inner}"
+            yield f"import {inner}{_hash_of(inner)}"
             yield from _submodules(inner, attributes)
+
+
+def _hash_of(module: str) -> str:
+    """Return a comment with the hash of a module's file, and of those beside it that it imports, so
+    that the hash of the cell's file follows them; empty if it is installed."""
+    path = Path(getattr(sys.modules.get(module), "__file__", None) or "")
+    is_installed = {"site-packages", "dist-packages"}.intersection(path.parts)
+    if path.suffix != ".py" or is_installed or path.is_relative_to(_STANDARD_LIBRARY):
+        return ""
+    if module.partition(".")[0] == "quiver" or not path.is_file():
+        return ""
+    return f"  # sha256 {fingerprint(path)}"
 
 
 def _constant(name: str, used: Any) -> str:

@@ -26,6 +26,7 @@ import inspect
 import json
 import os
 import shlex
+import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -43,6 +44,7 @@ from quiver.stages.core.threads import parse_python
 _loading = threading.RLock()
 _hash_when_imported: dict[Path, str] = {}
 """The sha256 of each file when it was last imported."""
+_WORD = 0xFFFFFFFF
 
 
 def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
@@ -199,7 +201,7 @@ def _forget_changed(path: Path, module_name: str) -> None:
     """Make all files of the folder be imported again if `path`, or one that it names, has changed.
 
     Bytecode that may be older than its source is stale, even if it records the same second and
-    size.
+    size. If such bytecode cannot be deleted, this process reads no bytecode from then on.
     """
     hashes = {source: sha256_of(source) for source in _sources(path)}
     is_changed = any(
@@ -208,9 +210,17 @@ def _forget_changed(path: Path, module_name: str) -> None:
     _hash_when_imported.update(hashes)
     for source in hashes:
         bytecode = Path(importlib.util.cache_from_source(str(source)))
-        with suppress(FileNotFoundError):
-            if source.stat().st_mtime_ns >= bytecode.stat().st_mtime_ns:
+        status = source.stat()
+        try:
+            if status.st_mtime_ns >= bytecode.stat().st_mtime_ns:
                 bytecode.unlink()
+        except FileNotFoundError:
+            pass
+        except OSError:  # in a folder of somebody else
+            recorded = struct.pack("<LL", int(status.st_mtime) & _WORD, status.st_size & _WORD)
+            with suppress(OSError):
+                if bytecode.read_bytes()[8:16] == recorded:  # Python would trust it
+                    sys.pycache_prefix = os.devnull
     if is_changed:
         paths = {str(source) for source in _hash_when_imported if source.parent == path.parent}
         stale = {

@@ -23,7 +23,7 @@ from quiver.stages.core.files import storage_errors
 from quiver.stages.core.threads import map_in_threads
 
 from . import marks
-from .listing import REMOVED
+from .listing import EXPIRED, NO_OPTIMIZER, REMOVED
 from .places import locate, open_storage
 from .retention import folders_of
 from .storage import Storage
@@ -72,8 +72,10 @@ def copy(source: Store, target: str) -> Copied:
         for run, kind in source.kinds():
             listing = source.listing(run, kind)
             for name, numbers in listing.marks.items():
-                keys = (marks.key_of(Ref(run, kind, number), name) for number in numbers)
-                _copy_objects(source.storage, storage, keys)
+                for number in numbers:
+                    with suppress(FileNotFoundError):  # taken back meanwhile
+                        key = marks.key_of(Ref(run, kind, number), name)
+                        _copy_objects(source.storage, storage, [key])
             for number in listing.numbers:
                 version = source.version(Ref(run, kind, number))
                 manifest = f"{version.ref.folder}/manifest.json"
@@ -81,7 +83,7 @@ def copy(source: Store, target: str) -> Copied:
                     version.manifest  # noqa: B018  a torn or missing one is an error
                     # another version's files stay as they are
                     _is_there(storage, manifest, source.storage.read(manifest))
-                    copied.bytes += _copy_files(version, storage)
+                    copied.bytes += _copy_files(version, source.storage, storage)
                 with suppress(FileNotFoundError):  # a version without a manifest may be removed
                     _copy_objects(source.storage, storage, [manifest])
                 copied.versions += 1
@@ -118,17 +120,29 @@ def _claim(target: Storage, marker: bytes) -> None:
         raise
 
 
-def _copy_files(version: Version, target: Storage) -> int:
-    """Copy the files of a version that did not expire. Returns their bytes, without those of files
-    that were copied before."""
+def _copy_files(version: Version, source: Storage, target: Storage) -> int:
+    """Copy the files of a version that did not expire, and the marks of those that did, perhaps
+    since the marks were listed.
+
+    Returns the bytes of the files, without those of files that were copied before. Raises
+    ConflictError if files were left out for a mark that was taken back since.
+    """
     manifest = version.manifest
     there = target.files(manifest.prefix)
-    entries = []
+    entries, expired = [], set()
     for entry in manifest.files:
-        with suppress(LineageError):
+        try:
             version.require(entry.name)
-            if entry.name not in there or there[entry.name][0] != entry.bytes:
-                entries.append(entry)
+        except LineageError:
+            expired.add(marks.key_of(version.ref, EXPIRED if version.mark else NO_OPTIMIZER))
+            continue
+        if entry.name not in there or there[entry.name][0] != entry.bytes:
+            entries.append(entry)
+    try:
+        _copy_objects(source, target, expired)
+    except FileNotFoundError:
+        problem = "its mark that data expired was taken back while it was copied"
+        raise ConflictError(str(version.ref), problem, next="copy again: it goes on") from None
 
     def copy_file(entry: FileEntry) -> int:
         version.verify(entry.name)

@@ -73,6 +73,7 @@ class Tag:
 
         Raises:
             ConflictError: the tag does not hold `expected`.
+            ConfigError: it holds a version of another kind.
         """
         while True:
             # take all from one look at the entries: one written meanwhile has the next number
@@ -92,6 +93,10 @@ class Tag:
                     f"expected {expected}, found {before}",
                     next="look at what the tag points at now, then tag again",
                 )
+            if before and refs.parse(before).kind != refs.parse(target).kind:
+                problem = f"holds {before}, a version of another kind"
+                next = f"choose another name, or delete {self._prefix} in the store"
+                raise ConfigError(f"tag {self._run}/{self.name}", problem, next=next)
             is_there = entries and (before, entries[-1].content_hash) == (target, content_hash)
             if is_decided or (is_there and not key):
                 # another process may not have flushed it yet

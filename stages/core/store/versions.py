@@ -605,6 +605,7 @@ class Store:
 
         Raises:
             ConflictError: the tag does not hold `expected`.
+            ConfigError: it holds a version of another kind, or `ref` is of another run.
             CorruptError: the version's manifest is torn.
         """
         tag = self._tag(run, name)

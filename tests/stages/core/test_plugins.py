@@ -5,7 +5,9 @@ import ast
 import contextlib
 import gc
 import hashlib
+import os
 import pickle
+import py_compile
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ import pytest
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.plugins import definition, fingerprint, load, locate
 from quiver.stages.core.threads import parse_python
+from tests.flows.test_unreadable import AS_ANYBODY
 
 EXPLODING = "raise SystemExit('this file was run')\n"
 
@@ -131,6 +134,27 @@ def test_an_edited_file_is_read_again(project, monkeypatch, name, helper, statem
         answers.append((function(), sha256))
     assert [number for number, _ in answers] == [1, 2, 1]
     assert answers[0][1] == answers[2][1] != answers[1][1]
+
+
+@pytest.mark.parametrize("name", ["mine.py:f", "mine:f"])
+def test_a_file_is_read_again_where_its_bytecode_cannot_be_deleted(project, name):
+    """In a folder of somebody else; the bytecode has the second and the size of the new text."""
+    prefix = [] if os.geteuid() else AS_ANYBODY
+    if subprocess.run([*prefix, "true"], check=False).returncode:
+        pytest.skip("root cannot give up its powers here")
+    helped = HELPED if ".py" in name else HELPED.replace(".h", "h")
+    for number in (1, 2):
+        write(project, {"mine.py": helped, "helper.py": f"NUMBER = {number}\n"})
+        for path in (project / "mine.py", project / "helper.py"):
+            os.utime(path, (1e9, 1e9))
+            if number == 1:
+                os.utime(py_compile.compile(str(path)), (1e9, 1e9))
+    (project / "__pycache__").chmod(0o555)
+    code = f"from quiver.stages.core.plugins import load; print(load({name!r}, 'field')[0]())"
+    command = [*prefix, sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    (project / "__pycache__").chmod(0o755)
+    assert (done.stdout, done.stderr) == ("2\n", "")
 
 
 @pytest.mark.parametrize("suffix", ["", ".py"])

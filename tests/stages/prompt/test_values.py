@@ -238,6 +238,13 @@ def test_csv_columns_are_numbers_only_if_every_cell_is_one(tmp_path):
     )
 
 
+@pytest.mark.parametrize("digits", [301, 308, 309, 5000])
+def test_a_csv_cell_with_more_digits_than_json_may_have_is_text(tmp_path, digits):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"q,n\na,{'9' * digits}\nb,-{'9' * digits}\nc,7\n")
+    assert read(path)["n"].to_pylist() == ["9" * digits, "-" + "9" * digits, "7"]
+
+
 def test_a_csv_cell_may_be_as_long_as_memory_and_break_lines(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text('question,program\n"q\n?",' + "x" * 3_000_000 + "\n")

@@ -1,6 +1,7 @@
 """Rewards by functions of a notebook: their source is a file, and its hash decides."""
 
 import linecache
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,67 @@ def test_a_cell_whose_file_would_score_otherwise_is_refused(in_cell, name, probl
     with pytest.raises(ConfigError, match=problem) as caught:
         as_file(in_cell(USES)[name])
     assert "write the function into a file" in str(caught.value)
+
+
+@pytest.mark.parametrize("used", ["norm(text)", "my_helpers.norm(text)", "my_helpers.deep.LOW"])
+def test_an_edited_module_that_a_cell_imports_scores_anew(in_cell, tmp_path, monkeypatch, used):
+    """So does one that it imports from beside it; installed ones do not count."""
+    monkeypatch.syspath_prepend(tmp_path)
+    cell = f"""
+import json, pyarrow
+import my_helpers, my_helpers.deep
+from my_helpers import norm
+
+def score(completions, **_):
+    return [{used}, json, pyarrow.array]
+"""
+    package = tmp_path / "my_helpers"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .deep import LOW\n\ndef norm(text): return LOW\n")
+    (package / "deep.py").write_text("LOW = 1\n")
+    score = in_cell(cell)["score"]
+    try:
+        first, again = as_file(score), as_file(score)
+        (package / "deep.py").write_text("LOW = 2\n")
+        assert first == again != as_file(score)
+    finally:
+        for name in ("my_helpers", "my_helpers.deep"):
+            del sys.modules[name]
+    lines = Path(first.rpartition(":")[0]).read_text().splitlines()
+    assert "import json as json" in lines and "import pyarrow as pyarrow" in lines
+
+
+UNDERSCORES = """
+__weight = 2.0
+__version__ = 3.0
+
+def __norm(text):
+    return text.strip()
+
+def score(completions, **_):
+    added = __version__ + (__name__ == "score")
+    return [__weight * len(__norm(text)) + added for text in completions]
+
+def early():
+    def unset(completions, **_):
+        return [later for _ in completions]
+    try:
+        return as_file(unset)
+    finally:
+        later = 1.0
+"""
+
+
+def test_names_with_two_underscores_are_kept(in_cell):
+    path, _, name = as_file(in_cell(UNDERSCORES)["score"]).rpartition(":")
+    assert runpy.run_path(path, run_name="score")[name]([" a "]) == [6.0]
+
+
+def test_a_name_without_a_value_yet_is_refused(in_cell):
+    names = in_cell(UNDERSCORES)
+    names["as_file"] = as_file
+    with pytest.raises(ConfigError, match="uses later, which has no value yet"):
+        names["early"]()
 
 
 def test_equal_values_of_one_name_are_one(in_cell):

@@ -152,7 +152,8 @@ class History:
         refs = list(self.store.refs())
         if refs:
             ref = self.random.choice(refs)
-            self.store.tag(ref.run, self.random.choice(["prod", "best"]), ref)
+            name = self.random.choice(["prod", "best"])
+            self.store.tag(ref.run, f"{name}-{ref.kind}", ref)
 
     def remove(self) -> None:
         refs = list(self.store.refs())

@@ -4,7 +4,7 @@ was interrupted goes on."""
 import os
 import resource
 import shutil
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import obstore
@@ -21,7 +21,7 @@ from quiver.schemas.errors import (
     ResourceError,
 )
 from quiver.schemas.refs import Ref
-from quiver.stages.core.store import Store, copying
+from quiver.stages.core.store import Store, copying, marks
 from quiver.stages.core.store.copying import copy
 from quiver.stages.core.store.listing import EXPIRED, NO_OPTIMIZER, REMOVED
 from quiver.stages.core.store.places import open_storage
@@ -315,6 +315,53 @@ def test_a_tag_that_is_made_meanwhile_is_not_copied_without_its_version(
     copied = Store(tmp_path / "copy", create=False)
     assert full.tag_names("b") == ["late"] and copied.tag_names("b") == []
     assert verify(copied)[1] == []
+
+
+def test_what_expires_meanwhile_is_copied_with_its_mark(store, tmp_path, monkeypatch):
+    """A version that was listed without a mark, and the optimizer state of another."""
+    for number in range(4):
+        make_policy(store, number)
+    store.tag("a", "prod", "a/policy@0")
+    real, expired = copying._copy_files, []
+
+    def late(version, *others):
+        if not expired:  # at the first version, which stays
+            expired.extend(collect(store, Rule(keep=2, moments=1), apply=True).marked)
+        return real(version, *others)
+
+    monkeypatch.setattr(copying, "_copy_files", late)
+    copy(store, str(tmp_path / "copy"))
+    copied = Store(tmp_path / "copy", create=False)
+    assert len(expired) == 2 and contents(copied) == contents(store)
+    assert copied.listing("a", "policy").marks == store.listing("a", "policy").marks
+    assert verify(copied)[1] == []
+
+
+@pytest.mark.parametrize(("name", "is_refused"), [(EXPIRED, False), (NO_OPTIMIZER, True)])
+def test_a_mark_that_is_taken_back_meanwhile(store, tmp_path, monkeypatch, name, is_refused):
+    """After the listing alone, all is copied; after data were left out for it, the copy stops."""
+    ref = make_policy(store, 0).ref
+    real_files, real_objects = copying._copy_files, copying._copy_objects
+
+    def late(*arguments):
+        if is_refused:
+            marks.write(store.storage, ref, name, "gc")
+        return real_files(*arguments)
+
+    def taken_back(source, target, keys):
+        store.storage.delete(marks.key_of(ref, name))
+        real_objects(source, target, keys)
+
+    if not is_refused:
+        marks.write(store.storage, ref, name, "gc")
+    with monkeypatch.context() as changed:
+        changed.setattr(copying, "_copy_files", late)
+        changed.setattr(copying, "_copy_objects", taken_back)
+        with pytest.raises(ConflictError, match="mark") if is_refused else nullcontext():
+            copy(store, str(tmp_path / "copy"))
+    assert is_store(str(tmp_path / "copy")) is not is_refused
+    copy(store, str(tmp_path / "copy"))
+    assert contents(Store(tmp_path / "copy")) == contents(store)
 
 
 def test_another_store_is_refused(full, bucket):

@@ -22,6 +22,7 @@ from quiver.stages.core.store import Store, disk, marks, tags
 from quiver.stages.core.store.listing import EXPIRED
 from quiver.stages.core.store.retention import Rule, collect
 from tests.faults.seam import watched
+from tests.stages.core.store.histories import make_policy
 from tests.stages.core.store.test_store import Settings, commit
 
 
@@ -74,6 +75,19 @@ def test_a_tag_names_versions_of_its_own_run_alone(store, versions):
         store.tag("b", "prod", versions[0])
     assert caught.value.next == f"quiver tag prod {versions[0]}"
     assert store.runs() == ["a"]
+
+
+def test_a_tag_is_not_taken_from_a_version_of_another_kind(store, versions):
+    """gc would delete what it kept, and a reference to it would end in an error."""
+    policy = str(make_policy(store, 1).ref)
+    store.tag("a", "best", policy)
+    with pytest.raises(ConfigError, match=f"holds {policy}, a version of another kind") as caught:
+        store.tag("a", "best", versions[0])
+    assert "choose another name" in caught.value.next
+    assert str(store.resolve("a/policy@best")) == policy and len(store.history("a", "best")) == 1
+    path_of(store, 1, "best").write_bytes(b"{")
+    store.tag("a", "best", versions[0])
+    assert str(store.resolve("a/logprobs@best")) == versions[0]
 
 
 def test_a_tag_does_not_stand_for_another_version_with_the_same_number(store):
