@@ -20,7 +20,7 @@ from dataclasses import replace
 from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.context import FlowRunContext, TagsContext
+from prefect.context import FlowRunContext, TagsContext, TaskRunContext
 
 from quiver.schemas.errors import SYSTEM_REASONS, BusyError, QuiverError
 from quiver.stages.core.run.call import Call, Outcome
@@ -48,8 +48,11 @@ log = logging.getLogger("quiver")
 def worth_retrying(task: Task, run: TaskRun, state: State) -> bool:
     """True if the error may be transient: a server, memory or a process was lost.
 
-    Never for bad input, nor for a store that cannot be written.
+    Never for bad input, a store that cannot be written, or a forced call.
     """
+    context = TaskRunContext.get()
+    if context is not None and context.parameters["call"].force:
+        return False
     error = state.data
     if not isinstance(error, QuiverError) or isinstance(error, GivenUp):
         return False
@@ -109,19 +112,12 @@ def as_tasks(recipe: Recipe) -> Iterator[None]:
     Outside a flow run no server is asked, and nothing is retried. A finished version counts as done
     even if its files were deleted.
     """
-    placement = recipe.placement
-
-    def run_task(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
-        if FlowRunContext.get() is None:
-            return stage_task.fn(call, upcoming, tags)
-        retries = 0 if call.force else placement.retries
-        delays = [placement.retry_seconds * 3**attempt for attempt in range(retries)]
-        retried = stage_task.with_options(retries=retries, retry_delay_seconds=delays)
-        # Prefect numbers the runs of each task key, which is not safe with two threads.
-        retried.task_key = f"{retried.task_key}-{call.label}"
-        return retried(call, upcoming, tags)
-
-    with calls_of(recipe, run_task, expired=True), TagsContext(current_tags=set()):
+    runner = stage_task.fn
+    if FlowRunContext.get() is not None:
+        retries = recipe.placement.retries
+        delays = [recipe.placement.retry_seconds * 3**attempt for attempt in range(retries)]
+        runner = stage_task.with_options(retries=retries, retry_delay_seconds=delays)
+    with calls_of(recipe, runner, expired=True), TagsContext(current_tags=set()):
         try:
             yield
         finally:

@@ -41,42 +41,41 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Run the stage; return its exit code, which is the error's."""
+    """Answer the calls; return the exit code, which is that of the last answer."""
     stage, folder, *rank = sys.argv[1:]
     call_path, answer_path = Path(folder, CALL_NAME), Path(folder, ANSWER_NAME)
-    # with Python's default, collecting the objects of imports takes a third of their time
-    gc.set_threshold(100_000, 50, 100)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("quiver.stages").setLevel(logging.INFO)
+    set_up()
     if rank:
         keeper.die_with_parent()
         if os.environ["RANK"] != "0":  # rank 0's output is enough
             logging.getLogger("quiver.stages").setLevel(logging.ERROR)
         answer_path = ranks.answer_of(answer_path, os.environ["RANK"])
-        return serve(json.loads(call_path.read_text()), answer_path)[0]
-    with suppress(Exception):  # the call, if one comes, will meet and report it itself
-        import_for(json.loads(call_path.read_text()))
+    else:
+        with suppress(Exception):  # the call, if one comes, will meet and report it itself
+            import_for(json.loads(call_path.read_text()))
     code, is_resident = 0, False
     try:
-        # ends at EOF: no further call comes
-        while sys.stdin.readline():
+        # a rank has its one call; otherwise EOF means that no further call comes
+        while rank or sys.stdin.readline():
             is_resident = False
             call = json.loads(call_path.read_text())
-            count = ranks.needed(call["stage"], call["config"])
+            count = 1 if rank else ranks.needed(call["stage"], call["config"])
             if count > 1:
-                command = [
-                    sys.executable,
-                    "-u",
-                    "-P",
-                    "-m",
-                    "quiver.stages",
-                    stage,
-                    folder,
-                    "--rank",
-                ]
-                return ranks.launch(command, answer_path, count)
-            code, is_resident = serve(call, answer_path, for_any_stage=stage == ANY_STAGE)
+                command = [sys.executable, "-u", "-P", "-m", "quiver.stages", stage, folder]
+                return ranks.launch([*command, "--rank"], answer_path, count)
+            this_process.may_be_resident = call.pop("resident", False) and not rank
+            try:
+                answer = asdict(find_or_make(Call.from_json(call)))
+                code = 0
+            except Exception as error:
+                answer, code = answer_to(error, call["stage"])
+            keeps = stage == ANY_STAGE or this_process.resident_engine is not None
+            is_resident = this_process.may_be_resident and not code and keeps
+            answer |= {"resident": is_resident, "quiver": quiver_version()}
+            temporary = answer_path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(answer))
+            # a rename, so that the caller never reads half an answer
+            temporary.replace(answer_path)
             if not is_resident:
                 break
             # wakes the caller, which reads the output while it waits for the answer
@@ -92,6 +91,15 @@ def main() -> int:
     return code
 
 
+def set_up() -> None:
+    """Set how this process collects garbage, ends by SIGTERM, and logs."""
+    # with Python's default, collecting the objects of imports takes a third of their time
+    gc.set_threshold(100_000, 50, 100)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("quiver.stages").setLevel(logging.INFO)
+
+
 def import_for(call: dict) -> None:
     """Import what the call's stage needs for its config."""
     stage = load_stage(call["stage"])
@@ -101,37 +109,15 @@ def import_for(call: dict) -> None:
         stage.import_ahead(parse(stage.Config, call["config"], f"stage {call['stage']}"))
 
 
-def serve(call: dict, answer_path: Path, *, for_any_stage: bool = False) -> tuple[int, bool]:
-    """Answer the call, and write the answer to `answer_path`.
-
-    Returns:
-        The exit code, and whether this process stays resident for another call.
-    """
-    this_process.may_be_resident = call.pop("resident", False)
-    answer, code = answer_call(call)
-    keeps = for_any_stage or this_process.resident_engine is not None
-    is_resident = this_process.may_be_resident and not code and keeps
-    temporary = answer_path.with_suffix(".tmp")
-    temporary.write_text(
-        json.dumps({**answer, "resident": is_resident, "quiver": quiver_version()})
-    )
-    # a rename, so that the caller never reads half an answer
-    temporary.replace(answer_path)
-    return code, is_resident
-
-
-def answer_call(fields: dict) -> tuple[dict, int]:
-    """Answer a call in plain JSON. Returns the answer and the exit code."""
-    try:
-        return asdict(find_or_make(Call.from_json(fields))), 0
-    except Exception as error:
-        is_expected = isinstance(error, QuiverError)
-        reported = error
-        if not is_expected:
-            reported = ranks.as_lost(unexpected(f"stage {fields['stage']}", error))
-        if os.environ.get("QUIVER_DEBUG") or reported.code == "E-INTERNAL":
-            traceback.print_exc()
-        return {"error": reported.to_dict()}, reported.exit_code
+def answer_to(error: Exception, stage: str) -> tuple[dict, int]:
+    """Return the answer to a call of `stage` that raised `error`, and the exit code."""
+    is_expected = isinstance(error, QuiverError)
+    reported = error
+    if not is_expected:
+        reported = ranks.as_lost(unexpected(f"stage {stage}", error))
+    if os.environ.get("QUIVER_DEBUG") or reported.code == "E-INTERNAL":
+        traceback.print_exc()
+    return {"error": reported.to_dict()}, reported.exit_code
 
 
 def leave(code: int) -> None:

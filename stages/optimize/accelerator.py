@@ -23,7 +23,7 @@ import torch
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.plain import read_json
 from quiver.stages.core.ranks import LAUNCHERS
-from quiver.stages.core.run.runner import quiver_version
+from quiver.stages.core.run.call import quiver_version
 from quiver.stages.core.store.leases import Leases
 from quiver.stages.model.devices import uses_gpu
 from quiver.stages.model.loading import load_as_stored

@@ -59,7 +59,7 @@ PLACES = {
     "lease.renewed": ("after", "replace", r"\.leases/[^/]+/\d+"),
     # a worker's answer is there, in no shard; a stage is done, and its flow does not know yet
     "worker.answered": ("after", "quiver.stages.core.run.user_process.UserProcess.ask", ""),
-    "flow.answered": ("after", "quiver.stages.core.run.runner.ask", ""),
+    "flow.answered": ("after", "quiver.stages.core.run.stage_process.StageProcess.ask", ""),
 }
 """When, at which call of the seam or function, and a pattern of the end of the path."""
 _WORDS = re.compile(r"([\w.]+)(?:@([1-9]\d*))?:(kill|signal|raise|sleep)(?:=([\d.]+))?")

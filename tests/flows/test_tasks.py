@@ -8,14 +8,14 @@ import pytest
 from prefect import flow
 from prefect.states import Failed
 
-from quiver.flows import nightly, post_train, stage
+from quiver.flows import dispatch, nightly, post_train, stage
 from quiver.flows.calls import perform, prefect_tags
 from quiver.flows.placement import GivenUp
 from quiver.flows.recipe import load
 from quiver.flows.tasks import as_tasks, stage_task, worth_retrying
 from quiver.schemas import errors
 from quiver.stages.core.files import storage_errors
-from quiver.stages.core.run import runner, stage_process
+from quiver.stages.core.run import stage_process
 from quiver.stages.core.store import Store
 from tests.flows.conftest import quiver
 
@@ -93,6 +93,31 @@ def test_a_store_that_can_not_be_written_is_not_tried_again(tmp_path, number, ag
     assert worth_retrying(stage_task, None, Failed(data=caught.value)) is again
 
 
+@pytest.mark.prefect
+@pytest.mark.parametrize(("force", "tries"), [(False, 2), (True, 1)])
+def test_a_forced_call_is_not_tried_again(api, workplace, monkeypatch, force, tries):
+    """A retry would repeat even what the failed attempt finished."""
+    monkeypatch.chdir(workplace)
+    calls = []
+
+    def run_call(call, **_):
+        calls.append(call.force)
+        raise errors.RemoteError("server", "500")
+
+    monkeypatch.setattr(dispatch, "run_call", run_call)
+    settings = ["placement.retries=1", "placement.retry_seconds=0.1"]
+    recipe = load("recipe.toml", settings)
+
+    @flow
+    def one():
+        with as_tasks(recipe):
+            perform("policy", recipe.policy, {}, force=force)
+
+    with pytest.raises(errors.RemoteError):
+        one()
+    assert calls == [force] * tries
+
+
 def test_tags_tell_run_stage_and_iteration():
     assert prefect_tags("arith", "generate", 3) == ("run:arith", "stage:generate", "iteration:3")
     assert prefect_tags("arith") == ("run:arith",)
@@ -104,18 +129,18 @@ def test_what_travels_is_small_and_a_stage_is_a_flow(api, workplace, monkeypatch
     flows, find what is done."""
     (workplace / "dies_once.py").write_text(DIES_ONCE)
     monkeypatch.chdir(workplace)
-    waiting, sizes, asking, performing = [], [], runner.ask, stage_task.fn
+    waiting, sizes, running, performing = [], [], dispatch.run_call, stage_task.fn
 
-    def ask(call, **named):
+    def run_call(call, **named):
         waiting.extend([call.stage] if call.stage in stage_process._waiting else [])
-        return asking(call, **named)
+        return running(call, **named)
 
     def measured(call, upcoming, tags):
         outcome = performing(call, upcoming, tags)
         sizes.extend([len(repr((call, upcoming, tags))), len(repr(outcome))])
         return outcome
 
-    monkeypatch.setattr(runner, "ask", ask)
+    monkeypatch.setattr(dispatch, "run_call", run_call)
     monkeypatch.setattr(stage_task, "fn", measured)
     recipe = load("recipe.toml")
     done = post_train.post_train(recipe)

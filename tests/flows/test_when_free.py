@@ -30,7 +30,8 @@ def once(completions, **_):
 """
 HOLDER = """
 import json, sys
-from quiver.stages.core.run.runner import Call, run_call
+from quiver.stages.core.run.call import Call
+from quiver.stages.core.run.stage_process import run_call
 
 run_call(Call.from_json(json.loads(sys.argv[1])))
 """

@@ -10,7 +10,8 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quiver.stages.core.run.runner import Call, run_call
+from quiver.stages.core.run.call import Call
+from quiver.stages.core.run.stage_process import run_call
 from quiver.stages.model.forward.attention import block_attention
 from quiver.stages.model.forward.gpu.flash import implemented_by
 from quiver.stages.model.forward.layout import Sequences, make_layout

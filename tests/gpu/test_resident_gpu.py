@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from quiver.stages.core.run.call import Call, Where
-from quiver.stages.core.run.runner import run_call
-from quiver.stages.core.run.stage_process import end_waiting
+from quiver.stages.core.run.stage_process import end_waiting, run_call
 from tests.gpu.test_optimize_gpu import optimize
 from tests.stages.generate.making import random_prompts
 from tests.stages.optimize import world

@@ -13,7 +13,7 @@ fresh child, without an error.
 
     call = Call("generate", config, store.url, {"prompts": "a/prompts@1", "policy": "a/policy@0"})
     outcome = find_outcome(call)    # only look; None if it is not finished
-    outcome = run_call(call)        # in a child process, which calls `find_or_make`
+    outcome = run_call(call)        # `stage_process`: in a child, which calls `find_or_make`
     outcome = find_or_make(call)    # in this process
 
     run_stage("generate", config, store, prompts="a/prompts@1", policy="a/policy@0")
@@ -23,26 +23,22 @@ fresh child, without an error.
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quiver.schemas.errors import BusyError, ConfigError, from_dict
+from quiver.schemas.errors import BusyError, ConfigError
 from quiver.schemas.refs import Ref
 from quiver.stages.core.config import Config, parse
 from quiver.stages.core.store import Store, Version
 from quiver.stages.core.store.writer import open_staging
 
-from .call import Call, Outcome, quiver_version, require_version
+from .call import Call, Outcome
 from .roles import RequiredRefs
 from .stage import Plan, load_stage
-from .stage_process import ask
-
-log = logging.getLogger(__name__)
+from .stage_process import run_call
 
 
 def plan_of(call: Call, store: Store | None = None) -> Plan:
@@ -146,39 +142,6 @@ def _outcome(version: Version, plan: Plan, seconds: float = 0.0) -> Outcome:
     if is_cached:
         seconds = manifest.seconds.get("total", 0.0)
     return Outcome(str(version.ref), is_cached, manifest.rows, round(seconds, 3), manifest.metrics)
-
-
-def run_call(
-    call: Call,
-    *,
-    on_line: Callable[[str], None] = log.info,
-    env: Mapping[str, str] | None = None,
-    stopped: Callable[[], bool] = lambda: False,
-) -> Outcome:
-    """Run the stage in a child process and wait for it.
-
-    Args:
-        call: the call to answer; `call.where` names the interpreter and the time limit.
-        on_line: called with each line that the child prints.
-        env: variables set over the child's environment.
-        stopped: polled while waiting; once it returns true (at another thread's wish), the child
-            is ended.
-
-    Raises:
-        QuiverError: the stage raised it.
-        ResourceError: the child died or took too long.
-        Stopped: `stopped` returned true.
-    """
-    started_at = time.monotonic()
-    answer = ask(call, env=env, on_line=on_line, stopped=stopped)
-    # before its error: a child of another version refuses the call, or misreads it
-    python = call.where.python or sys.executable
-    require_version(python, answer.pop("quiver", None), quiver_version())
-    if "error" in answer:
-        raise from_dict(answer["error"])
-    outcome = Outcome(**answer)
-    seconds = round(time.monotonic() - started_at, 3)
-    return outcome if outcome.cached else replace(outcome, seconds=seconds)
 
 
 def run_stage(

@@ -1,11 +1,11 @@
 """The child process of a stage: started for one call, or resident, which means kept for the next.
 
     start_ahead("generate", config)                   # now; it imports what its call will need
-    answer = ask(call)                                # use it; its engine may sleep until the next
+    outcome = run_call(call)                          # use it; its engine may sleep until the next
     end_waiting()                                     # end all that wait for a call
 
     with one_child_for_any_stage():                   # one process for the calls of all stages
-        answer = ask(call)
+        outcome = run_call(call)
 
 With `placement.resident_engine` (`Where.resident_engine`), generate's process stays resident after
 its answer and its engine sleeps. Then it keeps no more of a device than its context and its graphs.
@@ -32,13 +32,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from ctypes.util import find_library
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from quiver.schemas.errors import ResourceError, printable
+from quiver.schemas.errors import ResourceError, from_dict, printable
 
-from .call import Call
+from .call import Call, Outcome, quiver_version, require_version
 from .folders import sweep_folders, temporary_folder
 from .subprocesses import Process, ending
 
@@ -208,23 +208,28 @@ _waiting: dict[str, StageProcess] = {}
 """The processes that wait for a call, by the stage in their terms."""
 
 
-def ask(
+def run_call(
     call: Call,
     *,
     env: Mapping[str, str] | None = None,
     on_line: Callable[[str], None] = log.info,
     stopped: Callable[[], bool] = lambda: False,
-) -> dict[str, Any]:
-    """Send `call` to its stage's waiting process, or to a fresh one, and return its answer.
+) -> Outcome:
+    """Run `call` in its stage's waiting process, or in a fresh one, and wait for it.
 
     With `resident_engine`, the process is kept for the next such call, if its stage keeps an
     engine.
 
     Args:
+        call: the call to answer; `call.where` names the interpreter and the time limit.
         env: variables set over the process's environment.
+        on_line: called with each line that the process prints.
+        stopped: polled while waiting; once it returns true (at another thread's wish), the process
+            is ended.
 
     Raises:
-        ResourceError: it ended without an answer, or is still running after `timeout_seconds`.
+        QuiverError: the stage raised it.
+        ResourceError: the process ended without an answer, or took too long.
         Stopped: `stopped` returned true.
     """
     where, timeout = call.where, call.where.timeout_seconds
@@ -253,7 +258,7 @@ def ask(
             if child.is_resident and _waiting.setdefault(terms.stage, child) is child:
                 stack.pop_all()
         if answer is not None and ("error" not in answer or for_any_stage or not was_resident):
-            return answer
+            break
         if answer is not None:
             problem = f"{answer['error']['object']}: {answer['error']['message']}"
         if not was_resident:
@@ -267,6 +272,14 @@ def ask(
             timeout = max(0.1, timeout - time.monotonic() + started_at)
         user_log.info("stage %s: trying again in a fresh process: %s", call.stage, problem)
         child = None
+    # before its error: a child of another version refuses the call, or misreads it
+    python = where.python or sys.executable
+    require_version(python, answer.pop("quiver", None), quiver_version())
+    if "error" in answer:
+        raise from_dict(answer["error"])
+    outcome = Outcome(**answer)
+    seconds = round(time.monotonic() - started_at, 3)
+    return outcome if outcome.cached else replace(outcome, seconds=seconds)
 
 
 def start_ahead(

@@ -14,7 +14,7 @@ from quiver.flows.verification import verify
 from quiver.schemas.errors import NumericError, ResourceError
 from quiver.stages.core import ranks
 from quiver.stages.core.run.call import Call, Where
-from quiver.stages.core.run.runner import run_call
+from quiver.stages.core.run.stage_process import run_call
 from tests.faults.failing import environment
 from tests.stages.optimize import world
 from tests.tiny import make_policy

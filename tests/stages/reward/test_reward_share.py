@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quiver.stages.core.run.runner import Call, find_or_make, run_call
+from quiver.stages.core.run.runner import Call, find_or_make
+from quiver.stages.core.run.stage_process import run_call
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from tests.faults.scenes import killed

@@ -19,9 +19,9 @@ from quiver.stages import MODULES
 from quiver.stages.core.run import runner, stage_process
 from quiver.stages.core.run.call import Call, Where, quiver_version
 from quiver.stages.core.run.roles import RequiredRefs, kind_of
-from quiver.stages.core.run.runner import find_or_make, find_outcome, run_call
+from quiver.stages.core.run.runner import find_or_make, find_outcome
 from quiver.stages.core.run.stage import Plan, is_made_alike
-from quiver.stages.core.run.stage_process import StageProcess
+from quiver.stages.core.run.stage_process import StageProcess, run_call
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.retention import remove
 from tests.stages.core.store.test_store import Settings, commit

@@ -11,14 +11,14 @@ import pytest
 
 from quiver.schemas.errors import ResourceError
 from quiver.stages.core.run import stage_process
-from quiver.stages.core.run.call import Call, Where
+from quiver.stages.core.run.call import Call, Where, quiver_version
 from quiver.stages.core.run.folders import sweep_folders, temporary_folder
 from quiver.stages.core.run.stage_process import (
     StageProcess,
     Terms,
     allocator_environment,
-    ask,
     end_waiting,
+    run_call,
     start_ahead,
 )
 
@@ -29,11 +29,12 @@ while read line; do
     n=$((n + 1))
     {body}
     grep -q '"resident": true' "$6/call.json" && stays=true || stays=false
-    echo '{{"ref": "'$n'", "resident": '$stays'}}' > "$6/answer.json"
+    echo '{{"ref": "'$n'", "resident": '$stays', {rest}}}' > "$6/answer.json"
     echo
 done
 """
 """Answers each call by the number of calls that it has had; $6 is the folder of its files."""
+REST = f'"cached": false, "rows": 0, "seconds": 0, "metrics": {{}}, "quiver": "{quiver_version()}"'
 
 
 @pytest.fixture
@@ -81,14 +82,14 @@ def call_by(python: str, config: dict = CONFIG, **where) -> Call:
 def test_a_process_that_ends_without_an_answer_is_described(interpreter, end, problem):
     lines = []
     with pytest.raises(ResourceError, match=problem) as caught:
-        ask(call_by(interpreter(f"seq 8; {end}")), on_line=lines.append)
+        run_call(call_by(interpreter(f"seq 8; {end}")), on_line=lines.append)
     assert caught.value.object == "stage policy" and "last output: 8" in caught.value.message
     assert lines == list("12345678")
 
 
 def test_a_time_limit_is_the_stages(interpreter):
     with pytest.raises(ResourceError, match="limit of 1 s") as caught:
-        ask(call_by(interpreter("sleep 600"), timeout_seconds=1))
+        run_call(call_by(interpreter("sleep 600"), timeout_seconds=1))
     assert caught.value.object == "stage policy"
     assert "placement.timeout_seconds" in caught.value.next
 
@@ -98,7 +99,7 @@ def test_a_time_limit_of_the_reader_of_its_lines_is_not_its_own(interpreter):
         raise TimeoutError("the server does not answer")
 
     with pytest.raises(TimeoutError, match="the server does not answer"):
-        ask(call_by(interpreter("echo hello; sleep 600")), on_line=on_line)
+        run_call(call_by(interpreter("echo hello; sleep 600")), on_line=on_line)
 
 
 def test_one_that_was_never_called_is_not_asked_to_end(interpreter, tmp_path):
@@ -124,10 +125,10 @@ def test_one_that_was_never_called_is_not_asked_to_end(interpreter, tmp_path):
 def test_a_resident_process_gets_only_calls_with_its_terms(
     interpreter, started, changed, env, starts
 ):
-    python = interpreter(SERVES.format(body=""))
+    python = interpreter(SERVES.format(body="", rest=REST))
     start_ahead("policy", CONFIG, python)
     start_ahead("policy", {}, python)  # there is one
-    assert ask(call_by(python, **changed), env=env)["ref"] == "1"
+    assert run_call(call_by(python, **changed), env=env).ref == "1"
     assert len(started) == starts
     assert not stage_process._waiting
 
@@ -143,9 +144,9 @@ def test_a_call_that_fails_in_a_resident_process_is_repeated_in_a_fresh_one(
     interpreter, started, caplog, fault, reason
 ):
     caplog.set_level("INFO", "quiver")
-    python = interpreter(SERVES.format(body=f"if [ $n = 3 ]; then {fault}; fi"))
+    python = interpreter(SERVES.format(body=f"if [ $n = 3 ]; then {fault}; fi", rest=REST))
     call = call_by(python, resident_engine=True, timeout_seconds=60)
-    refs = [ask(call)["ref"] for _ in range(5)]
+    refs = [run_call(call).ref for _ in range(5)]
     assert refs == ["1", "2", "1", "2", "1"] and len(started) == 3
     assert f"stage policy: trying again in a fresh process: {reason}" in caplog.text
 
@@ -164,7 +165,7 @@ def test_tcmalloc_gives_it_its_memory_unless_its_user_chose(interpreter, monkeyp
             monkeypatch.setenv("LD_PRELOAD", user_choice)
         lines = []
         with pytest.raises(ResourceError):
-            ask(call_by(python), on_line=lines.append)
+            run_call(call_by(python), on_line=lines.append)
         assert ("libtcmalloc" in "\n".join(lines)) == expected
 
 
@@ -187,7 +188,7 @@ def test_its_temporary_files_go_with_it_and_what_torch_compiles_stays(
     )
     lines = []
     with pytest.raises(ResourceError):
-        ask(call_by(interpreter(script)), on_line=lines.append)
+        run_call(call_by(interpreter(script)), on_line=lines.append)
     assert lines == ["/caches/quiver/torchinductor", "a socket", "call.json", "lock", "sub"]
     assert os.listdir(temporary) == []
 
