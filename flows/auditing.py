@@ -2,7 +2,7 @@
 by iteration, on saved rollouts. `quiver audit RUN --with RECIPE`.
 
     with by_hand(recipe):
-        answer = audit(store, "toy", by_recipe(recipe, "toy", 64), 20)
+        answer = audit(store, "toy", by_reward(recipe.reward, store, "toy", 64), 20)
     answer = audit(store, "toy", by_versions(store, ["toy/rewards@9", "toy/rewards@10"]), 20)
 
 The second reward is a recipe's [reward], or rewards versions that exist. A recipe scores some
@@ -34,13 +34,12 @@ from quiver.stages.evaluate import within_groups
 from quiver.stages.evaluate.statistics import CONFIDENCE, holm, unpaired_difference
 from quiver.stages.generate import subset
 from quiver.stages.reward.functions import repetition
+from quiver.stages.reward.stage import Config as RewardConfig
 
 from .calls import perform
 from .look.gather import Manifests, ends_of
 from .look.shards import Shards
 from .look.teaching import MARKDOWN, group_numbers, join_rewards, open_rewards, parts_of
-from .placement import check_places
-from .recipe import Recipe
 
 NUM_ROWS = 20
 """Rows to read."""
@@ -52,10 +51,8 @@ Judge = Callable[[Version], Version | None]
 """Returns the second reward's version for rollouts; None if there is none."""
 
 
-def by_recipe(recipe: Recipe, run: str, num_prompts: int) -> Judge:
+def by_reward(reward: RewardConfig, store: Store, run: str, num_prompts: int) -> Judge:
     """Score a part of the rollouts with the [reward] of a recipe, inside of `by_hand(recipe)`."""
-    check_places(recipe.placement, recipe.store)
-    store = Store(recipe.store)
     config = parse(subset.Config, {"prompts": num_prompts}, "audit")
 
     def judge(rollouts: Version) -> Version | None:
@@ -65,7 +62,7 @@ def by_recipe(recipe: Recipe, run: str, num_prompts: int) -> Judge:
         except LineageError:  # its prompts are gone, or it was imported without any
             return None
         label = f"a part of {rollouts.ref}"
-        scored = perform("reward", recipe.reward, {"rollouts": part}, label=label, into=into)
+        scored = perform("reward", reward, {"rollouts": part}, label=label, into=into)
         return store.open(scored.ref)
 
     return judge

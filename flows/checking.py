@@ -35,7 +35,7 @@ from .doubts import (
     about_steps,
     unused,
 )
-from .first_rows import Answered, FirstRows, Source, first_rows, read_sources, require_references
+from .first_rows import Answered, FirstRows, first_rows, read_source, require_references
 from .placement import runs_here
 from .preflight import finished, made_policy, preflight
 from .recipe import Recipe
@@ -71,14 +71,17 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
     with heard_warnings() as warnings:
         recipe = preflight(recipe)
         versions = finished(recipe)
-        sources = read_sources(recipe)
+        sources = {}
+        for section in recipe.columns:
+            config = recipe.prompt_config(1, evaluation=section == "data.held_out")
+            sources[section] = read_source(config, recipe.iterations)
         require_references(recipe.reward, sources)
-        rows = read_first_rows(
-            recipe, sources, is_forced=is_shown or is_tried, is_answered=is_tried
-        )
+        rows = FirstRows()
+        base = made_policy(recipe.policy, recipe.store, recipe.run)
+        if base or can_make(recipe.policy.model, is_forced=is_shown or is_tried):
+            rows = first_rows(recipe, sources, base and base.files.folder, is_answered=is_tried)
         failures = (failure(recipe.generate, answered) for answered in rows.answers)
         error = next(filter(None, failures), None)
-        columns = recipe.columns["data"]
         tried = []
         if is_tried and error is None:
             tried = try_stages(recipe)
@@ -95,12 +98,12 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
             *about_prompts(recipe.prompt, recipe.data, rows.prompts),
             *about_engines(recipe),
             *about_steps(recipe.optimize, recipe.data, num_rows, recipe.iterations),
-            *about_rewards(recipe),
+            *about_rewards(recipe.data, recipe.generate, recipe.reward, recipe.evaluate),
             *about_cells(sources, reads, [*OFFERED, *recipe.offered_columns]),
             *about_answers(recipe.reward, rows.answers),
         ):
             log.warning("%s", sentence)
-    without_use = unused(sources["data"].config, columns, reads)
+    without_use = unused(sources["data"].config, recipe.columns["data"], reads)
     answer = {
         "run": recipe.run,
         "iterations": recipe.iterations,
@@ -140,30 +143,23 @@ def look(recipe: Recipe, path: Path, *, is_shown: bool = False, is_tried: bool =
     return Looked(answer, lines, error)
 
 
-def read_first_rows(
-    recipe: Recipe, sources: dict[str, Source], *, is_forced: bool, is_answered: bool
-) -> FirstRows:
-    """Render the first rows as prompts, if that needs no model that must be made first.
+def can_make(model: str, *, is_forced: bool) -> bool:
+    """Return True if the base model may be made for the check, and log what that means.
 
-    Args:
-        recipe: The recipe.
-        sources: The rows of each section.
-        is_forced: Make the base model if `policy.model` is a function.
-        is_answered: Let the scorers score answers to the first prompt.
+    If `model` is a function, it is called only if `is_forced`.
     """
-    policy = made_policy(recipe.policy, recipe.store, recipe.run)
-    if policy is None and is_function(recipe.policy.model):
+    if is_function(model):
         if not is_forced:
             log.warning(
                 "prompts are not checked: policy.model is a function that the first run calls to "
                 "make the base model; --show and --try also call it"
             )
-            return FirstRows()
+            return False
         log.info(
             "policy.model is a function: it makes the base model now, which takes as long as in a "
             "run; --show and --try need the model, the other checks do not"
         )
-    return first_rows(recipe, sources, policy and policy.files.folder, is_answered=is_answered)
+    return True
 
 
 def try_stages(recipe: Recipe) -> list[str]:

@@ -30,7 +30,7 @@ from quiver.stages.reward.stage import Config as RewardConfig
 
 from .first_rows import Answered, Prompts, Source
 from .recipe import Recipe
-from .sections import Data, Optimize, Prompt
+from .sections import Data, Evaluate, Generate, Optimize, Prompt
 from .slots import visible_gpus
 
 _ROWS_AT_ONCE = 16
@@ -222,13 +222,13 @@ def about_steps(optimize: Optimize, source: Data, num_rows: int, iterations: int
 # -- rewards
 
 
-def about_rewards(recipe: Recipe) -> Iterator[str]:
+def about_rewards(
+    data: Data, generate: Generate, reward: RewardConfig, evaluate: Evaluate
+) -> Iterator[str]:
     """Yield warnings about rewards that are never paid, and a part that is taken for the sum."""
-    reward = recipe.reward
-    generate = recipe.generate
     own = [scorer for scorer in reward.scorers if scorer.name == "reward"]
     is_sum = len(reward.part_names) == 1 and own and own[0].weight == 1 and not reward.reward_clip
-    if own and not is_sum and recipe.data.held_out and recipe.evaluate.score == "reward":
+    if own and not is_sum and data.held_out and evaluate.score == "reward":
         yield IS_THE_SUM
     if not any(scorer.weight for scorer in reward.scorers) and reward.overlong is None:
         yield "every part of the reward has weight 0: nothing is learned"

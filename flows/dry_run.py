@@ -30,7 +30,7 @@ from quiver.stages.turns.statistics import FAILURES, first_failure
 from .post_train import post_train
 from .preflight import check_engines
 from .recipe import Recipe
-from .sections import merge
+from .sections import Generate, merge
 
 log = logging.getLogger("quiver")
 PROMPTS, TOKENS, ITERATIONS = 4, 16, 2
@@ -93,9 +93,10 @@ def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
         try:
             outcome = post_train.fn(tried)
             made = Store(store)
-            check_engines(recipe, made.open(f"{tried.run}/policy@0"))
+            policy = made.open(f"{tried.run}/policy@0")
+            check_engines(recipe.data, recipe.generate, recipe.evaluate, policy)
             for rollouts in made.versions(kind="rollouts"):
-                _require_whole_episodes(tried, rollouts)
+                _require_whole_episodes(tried.generate, rollouts)
         except QuiverError as error:
             error.state = "the temporary store is deleted; nothing was kept."
             raise
@@ -115,19 +116,19 @@ def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
     return answer, lines
 
 
-def _require_whole_episodes(recipe: Recipe, rollouts: Version) -> None:
+def _require_whole_episodes(generate: Generate, rollouts: Version) -> None:
     """Raise ConfigError if the environment failed in an episode.
 
     The real run stops only if no episode has a reward, and here all that end have a random one.
     """
-    if recipe.generate.turns is None:
+    if generate.turns is None:
         return
     table = rollouts.table()
     num_failed = pc.sum(pc.is_in(table["end_reason"], value_set=pa.array(FAILURES))).as_py()
     if num_failed:
         why = printable(first_failure(table) or "unknown")
         raise ConfigError(
-            f"generate.turns {printable(', '.join(recipe.generate.turns.sources))}",
+            f"generate.turns {printable(', '.join(generate.turns.sources))}",
             f"{num_failed} of {counted(len(table), 'episode')} failed: {why}",
             next="quiver check RECIPE --try",
         )

@@ -95,7 +95,7 @@ def estimate(
     for number, sampler in enumerate(samplers):
         versions = logprobs(sampler)
         gaps.append(samples.gap(number, versions[number]))
-        _check_gap(recipe, samples.rollouts[number], gaps[number])
+        _check_gap(samples.rollouts[number], gaps[number], recipe.optimize.audit.max_mean_gap)
         sums = samples.logprobs(versions)
         if gaps[number] <= LARGEST_GAP:
             sums = np.where(samples.samplers[:, None] == number, engines, sums)
@@ -214,9 +214,8 @@ def _require_usable(store: Store, sources: Sequence[Version], source: Version) -
     return source.manifest.require_model("policy").ref
 
 
-def _check_gap(recipe: Recipe, rollouts: Version, gap: float) -> None:
+def _check_gap(rollouts: Version, gap: float, limit: float) -> None:
     """Raise LineageError if the engine's logprobs are not the sampling policy's."""
-    limit = recipe.optimize.audit.max_mean_gap
     if gap > limit:
         raise LineageError(
             str(rollouts.ref),

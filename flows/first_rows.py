@@ -4,7 +4,8 @@ Look here for what `quiver check` shows: the prompts made from the rows, and the
 made-up answer and for the right one. No engine is started and no weights are read. Errors are those
 a run would raise.
 
-    sources = read_sources(recipe)                  # of a resolved recipe; needs no model
+    # of a resolved recipe; needs no model
+    sources = {"data": read_source(recipe.prompt_config(1), recipe.iterations)}
     require_references(recipe.reward, sources)
     rows = first_rows(recipe, sources, is_answered=True)
     rows.prompts["data"].lengths, rows.answers[0].scores["accuracy"].values
@@ -171,20 +172,15 @@ class FirstRows:
     functions score the reference."""
 
 
-def read_sources(recipe: Recipe) -> dict[str, Source]:
-    """Read the sources of a resolved recipe; return them by section (data, data.held_out)."""
-    sources = {}
-    for section in recipe.columns:
-        is_held_out = section == "data.held_out"
-        config = recipe.prompt_config(0 if is_held_out else 1, evaluation=is_held_out)
-        has_environment = config.turns is not None and bool(config.turns.environment)
-        limit = config.limit
-        if limit is not None and not is_held_out:
-            limit *= recipe.iterations
-        first = SLOW_ROWS if has_environment or config.media else ROWS
-        limited = config.model_copy(update={"first": first, "limit": limit})
-        sources[section] = Source(config, limited, read(config).table)
-    return sources
+def read_source(config: PromptConfig, iterations: int) -> Source:
+    """Read a source of a resolved recipe that has so many iterations."""
+    has_environment = config.turns is not None and bool(config.turns.environment)
+    limit = config.limit
+    if limit is not None and config.round > 0:  # each evaluation, round 0, takes the same rows
+        limit *= iterations
+    first = SLOW_ROWS if has_environment or config.media else ROWS
+    limited = config.model_copy(update={"first": first, "limit": limit})
+    return Source(config, limited, read(config).table)
 
 
 def require_references(reward: RewardConfig, sources: Mapping[str, Source]) -> None:
@@ -226,7 +222,7 @@ def first_rows(
 
     Args:
         recipe: A resolved recipe.
-        sources: Its sources, by `read_sources`.
+        sources: Its sources by section (data, data.held_out).
         folder: The base model's folder, if it was made already.
         is_answered: If true, also score answers to the first row.
 

@@ -40,6 +40,7 @@ from quiver.stages.optimize.config import Config as OptimizeConfig
 
 from .placement import keeps_engine
 from .recipe import Recipe
+from .sections import Data, Generate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -154,19 +155,19 @@ class Workload:
         return self.prompts * self.prompt_tokens + self.rollouts * (self.completion_tokens - 1)
 
 
-def workload_of(recipe: Recipe) -> Workload:
+def workload_of(generate: Generate, data: Data, store: str, run: str) -> Workload:
     """Return the workload of the run's newest rollouts if there are any, else of the recipe's keys.
 
     Completions count with their longest length, unless the rollouts were sampled with it too.
     """
-    samples = recipe.generate.samples_per_prompt
-    turns = recipe.generate.turns
-    most = turns.most_read_tokens if turns else recipe.generate.sampling.max_tokens
+    samples = generate.samples_per_prompt
+    turns = generate.turns
+    most = turns.most_read_tokens if turns else generate.sampling.max_tokens
     try:
-        rollouts = Store(recipe.store, create=False).open(f"{recipe.run}/rollouts@latest")
+        rollouts = Store(store, create=False).open(f"{run}/rollouts@latest")
         table = rollouts.table()
     except (ConfigError, LineageError):  # no store yet, or no rollouts
-        prompts = recipe.data.limit or _PROMPTS
+        prompts = data.limit or _PROMPTS
         source = (
             f"no rollouts yet: {prompts} prompts of {_PROMPT_TOKENS} tokens, completions of {most}"
         )
@@ -179,7 +180,7 @@ def workload_of(recipe: Recipe) -> Workload:
         lengths = pa.nulls(len(table), pa.int64()).fill_null(most)
         source = f"prompts as in {source}, completions as long as they may be"
     return Workload(
-        prompts=recipe.data.limit or pc.count_distinct(table["group_id"]).as_py(),
+        prompts=data.limit or pc.count_distinct(table["group_id"]).as_py(),
         samples=samples,
         prompt_tokens=pc.mean(prompt_lengths).as_py(),
         completion_tokens=max(1.0, pc.mean(lengths).as_py()),

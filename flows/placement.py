@@ -20,7 +20,7 @@ from quiver.stages.core.run.call import Where
 from quiver.stages.core.store.places import is_url
 from quiver.stages.generate.engine import ENGINES
 
-from .sections import Placement
+from .sections import Generate, Optimize, Placement
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -59,35 +59,42 @@ def keeps_engine(recipe: Recipe, num_gpus: int) -> bool:
     # vLLM refuses to start a reward model on a small card if less than its share is free
     judges = [model for model in recipe.reward.models if model.engine == "vllm"]
     is_shared = num_gpus == 1 and all(model.device == "cpu" for model in judges)
-    return is_shared and recipe.generate.device != "cpu" and not _resident_problem(recipe)
+    problem = _resident_problem(recipe.placement, recipe.generate, recipe.optimize, recipe.media)
+    return is_shared and recipe.generate.device != "cpu" and not problem
 
 
-def check_resident(recipe: Recipe) -> None:
-    """Raise ConfigError if `resident_engine` is set for an engine that cannot be resident."""
-    placement = recipe.placement
+def check_resident(
+    placement: Placement, generate: Generate, optimize: Optimize, media: set[str]
+) -> None:
+    """Raise ConfigError if `resident_engine` is set for an engine that cannot be resident.
+
+    `media`: modalities of what prompts or environments may show.
+    """
     if not placement.resident_engine:
         return
     name = "placement.resident_engine"
-    problem = _resident_problem(recipe)
+    problem = _resident_problem(placement, generate, optimize, media)
     if problem:
         raise ConfigError(name, problem, next=f"set {name} = false")
-    if recipe.generate.engine == "vllm" and "generate" not in placement.python:
+    if generate.engine == "vllm" and "generate" not in placement.python:
         from quiver.stages.model.vllm_env import require_reload
 
         require_reload(name)
 
 
-def _resident_problem(recipe: Recipe) -> str:
-    """Return why the recipe's engine cannot be resident, or an empty text."""
-    lora = recipe.optimize.lora
-    engine = recipe.generate.engine
-    options = recipe.generate.options
-    if pool := recipe.placement.generate:
+def _resident_problem(
+    placement: Placement, generate: Generate, optimize: Optimize, media: set[str]
+) -> str:
+    """Return why the engine cannot be resident, or an empty text."""
+    lora = optimize.lora
+    engine = generate.engine
+    options = generate.options
+    if pool := placement.generate:
         return f"placement.generate = {pool!r} starts a new process for each call"
     if engine == "vllm":
         if options.get("engine_args"):
             return "settings in generate.options.engine_args may not survive a change of weights"
-        if recipe.media:
+        if media:
             return "an engine that reads pictures or clips does not sleep"
         if lora and (lora.save == "adapter" or options.get("lora")):
             return "an engine that serves an adapter beside the base's weights does not sleep"

@@ -42,6 +42,7 @@ from quiver.stages.reward.turns import ENVIRONMENT
 
 from .placement import check_places, check_resident, runs_here
 from .recipe import Recipe
+from .sections import Data, Evaluate, Generate
 from .slots import require_gpus
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def preflight(recipe: Recipe) -> Recipe:
         ResourceError: If the store cannot be used.
     """
     recipe.data.require_filled_in()
-    check_resident(recipe)
+    check_resident(recipe.placement, recipe.generate, recipe.optimize, recipe.media)
     check_places(recipe.placement, recipe.store)
     check_demands(recipe)
     _store_at(recipe.store)
@@ -111,7 +112,7 @@ def check_base(recipe: Recipe, open: Callable[[str], Version], policy: Version) 
         LineageError: If the KL term's reference reads other tokens.
     """
     require_language_model(model_config(policy), str(policy.ref))
-    check_engines(recipe, policy)
+    check_engines(recipe.data, recipe.generate, recipe.evaluate, policy)
     config = recipe.optimize_config()
     find_classifier(config, open, policy)
     if config.lora and runs_here(recipe.placement, "optimize"):
@@ -127,12 +128,12 @@ def check_base(recipe: Recipe, open: Callable[[str], Version], policy: Version) 
             require_tokens_of(config, sampler, lambda _: policy, reference)
 
 
-def check_engines(recipe: Recipe, policy: Version) -> None:
+def check_engines(data: Data, generate: Generate, evaluate: Evaluate, policy: Version) -> None:
     """Raise ConfigError if an engine of the recipe cannot sample from a model like `policy`."""
-    for evaluation in {False, recipe.data.held_out is not None}:
-        section = "evaluate.generate" if evaluation else "generate"
-        engine = recipe.generate_config(1, evaluation=evaluation).engine
-        require_decoder(engine, policy, section)
+    require_decoder(generate.engine, policy, "generate")
+    if data.held_out is not None:
+        engine = evaluate.generate.get("engine", generate.engine)
+        require_decoder(engine, policy, "evaluate.generate")
 
 
 def check_demands(recipe: Recipe) -> None:

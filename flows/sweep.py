@@ -1,7 +1,7 @@
 """Compare settings: each cell of a grid trains on the same saved rollouts, or is a run of its own.
 
     sweep(load("toy.toml"))           # its section [sweep] says what to compare
-    saved(load("toy.toml"))           # what is known of it, from the store alone
+    read(store, "toy", name_of(load("toy.toml")))     # its record so far, from the store alone
 
 With `sweep.rollouts`, a cell is reward → optimize, and no rollout is sampled for it; the comparison
 ranks one update. Without it, a cell is a whole run with a name of its own. Either way the policy is
@@ -81,6 +81,36 @@ class Cell:
         """Number and settings in words."""
         return f"cell {self.number} ({', '.join(map(label_of, self.settings.values()))})"
 
+    def train(self, rollouts: Sequence[str], start: str) -> str:
+        """Train by the recipe: the policy `start` on these rollouts, or in a run of its own.
+        Returns the policy's reference."""
+        recipe = self.recipe
+        if rollouts:
+            rewards = [rerun(recipe, "reward", {"rollouts": ref}).ref for ref in rollouts]
+            refs = {"policy": start, "rollouts": list(rollouts), "rewards": rewards}
+            return rerun(recipe, "optimize", refs).ref
+        from .post_train import post_train
+        from .preflight import preflight
+
+        return post_train.fn(preflight(recipe))["iterations"][-1]["policy"]
+
+    def train_further(
+        self, num_then: int, store: Store, rollouts: Sequence[str], start: str
+    ) -> str:
+        """Train the cell's policy for so many further iterations, on fresh rollouts. Returns the
+        last policy's reference."""
+        from .post_train import Chain
+
+        # it is found, or made again if its files expired
+        policy = self.train(rollouts, start)
+        # imported rollouts have no round
+        rounds = [store.open(ref).manifest.config.get("round", 0) for ref in rollouts]
+        # The cells share a run: its [retention] could delete the policy of the next one.
+        options = {"iterations": 1 + num_then, "retention": Retention()}
+        chain = Chain(self.recipe.model_copy(update=options).resolved())
+        base = first_of_line(store, policy)
+        return chain.improve(policy, base, first=2, first_round=max(rounds) + 1)[-1].policy
+
 
 def cells_of(recipe: Recipe) -> list[Cell]:
     """Return the cells of the recipe's grid. Raises ConfigError if one of them is no recipe."""
@@ -152,7 +182,7 @@ def _check_key(key: str, values: Sequence[Any], is_whole_run: bool) -> None:
 
 
 def sweep(recipe: Recipe, num_then: int = 0, *, estimated: bool = False) -> dict[str, Any]:
-    """Make what is missing of each cell, and return what `saved` returns.
+    """Make what is missing of each cell, and return its record: references by cell, and settings.
 
     Args:
         num_then: Also train the best cells for so many further iterations, on fresh rollouts.
@@ -163,8 +193,11 @@ def sweep(recipe: Recipe, num_then: int = 0, *, estimated: bool = False) -> dict
     """
     recipe.data.require_held_out()
     cells = cells_of(recipe)
-    running = _Running(recipe)
-    rollouts = running.record["rollouts"]
+    store = Store(recipe.store)
+    named = recipe.sweep.rollouts or []
+    refs = [named] if isinstance(named, str) else named
+    rollouts = [str(store.resolve(ref, recipe.run)) for ref in refs]
+    running = _Running(store, recipe.run, name_of(recipe), rollouts)
     if num_then and not rollouts:
         raise ConfigError("--then", "needs sweep.rollouts", next="raise iterations instead")
     judge = recipe.held_out_resolved()
@@ -173,14 +206,14 @@ def sweep(recipe: Recipe, num_then: int = 0, *, estimated: bool = False) -> dict
         with _calls(recipe, note=running.note):
             if rollouts:
                 sampled = {"rollouts": rollouts}
-                [start] = find_refs(recipe, running.store, "optimize", "policy", sampled)
+                [start] = find_refs(recipe, store, "optimize", "policy", sampled)
             else:
                 start = perform("policy", checkpoints.resolve(recipe.policy), {}).ref
             baseline = running.record["baseline"] = measure(judge, start, 0).ref
             running.begin(cells)
-            running.train("cells", cells, lambda cell: _train(cell.recipe, rollouts, start))
+            running.train("cells", cells, lambda cell: cell.train(rollouts, start))
             if estimated:
-                running.estimate(baseline)
+                running.estimate(partial(estimate, recipe), baseline)
             running.measure("cells", cells, judge, baseline)
             if num_then:
                 _continue_best(running, cells, judge, start, num_then)
@@ -193,19 +226,15 @@ def sweep(recipe: Recipe, num_then: int = 0, *, estimated: bool = False) -> dict
 class _Running:
     """A sweep at work: what is known of it, saved after each cell."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.store = Store(recipe.store)
-        named = recipe.sweep.rollouts or []
-        refs = [named] if isinstance(named, str) else named
-        rollouts = [str(self.store.resolve(ref, recipe.run)) for ref in refs]
-        self._before = read(self.store, recipe.run, _name(recipe)) or {"cells": {}, "then": {}}
+    def __init__(self, store: Store, run: str, name: str, rollouts: Sequence[str]) -> None:
+        self.store = store
+        self._before = read(store, run, name) or {"cells": {}, "then": {}}
         # Functions, models and rollouts may have changed since: only what is found again counts.
         self.record = {**self._before, "cells": {}}
-        self.record |= {"sweep": _name(recipe), "run": recipe.run, "rollouts": rollouts}
+        self.record |= {"sweep": name, "run": run, "rollouts": rollouts}
         self.record.setdefault("begun", datetime.now(UTC).isoformat(timespec="milliseconds"))
-        self.note = f"sweep {_name(recipe)}"
-        self._recipe = recipe
-        self._key = f"{recipe.run}/sweeps/{_name(recipe)}.json"
+        self.note = f"sweep {name}"
+        self._key = f"{run}/sweeps/{name}.json"
 
     def begin(self, cells: Sequence[Cell]) -> None:
         """Save the settings of all cells, so that a sweep that is killed in its first is known."""
@@ -222,12 +251,13 @@ class _Running:
                 maker = self.store.with_expired().version(parse_ref(policy)).manifest.note
                 entry |= {"policy": policy, "cached": maker != note}
 
-    def estimate(self, baseline: str) -> None:
-        """Estimate the cells' policies from the rollouts of the evaluation `baseline`."""
+    def estimate(self, estimate: Callable[..., Any], baseline: str) -> None:
+        """Estimate the cells' policies by `estimate` from the rollouts of the evaluation
+        `baseline`."""
         trained = self._trained("cells")
         policies = list(dict.fromkeys(entry["policy"] for entry in trained))
         try:
-            answers = estimate(self._recipe, policies, [baseline])["estimates"]
+            answers = estimate(policies, [baseline])["estimates"]
         except (ConfigError, LineageError, SchemaError) as error:
             log.warning("nothing is estimated, so each cell is measured: %s", error.message)
             return
@@ -314,13 +344,7 @@ def _continue_best(
     rollouts = running.record["rollouts"]
     rows = _distinct(cell_rows(store, running.record["cells"]))[:MOST_CONTINUED]
     best = [cells[row["cell"] - 1] for row in rows]
-
-    def train(cell: Cell) -> str:
-        # The cells share a run: its [retention] could delete the policy of the next one.
-        options = {"iterations": 1 + num_then, "retention": Retention()}
-        return _continue(cell.recipe.model_copy(update=options), store, rollouts, start)
-
-    running.train("then", best, train)
+    running.train("then", best, lambda cell: cell.train_further(num_then, store, rollouts, start))
     running.measure("then", best, fresh, baseline)
 
 
@@ -343,39 +367,6 @@ def _distinct(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return distinct
 
 
-def saved(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the sweep of the recipe as far as it was made: references by cell, and settings. None
-    if it was never begun with these settings."""
-    return read(Store(recipe.store, create=False), recipe.run, _name(recipe))
-
-
-def _train(recipe: Recipe, rollouts: Sequence[str], start: str) -> str:
-    """Train by a cell's recipe: the policy `start` on these rollouts, or in a run of its own.
-    Returns the policy's reference."""
-    if rollouts:
-        rewards = [rerun(recipe, "reward", {"rollouts": ref}).ref for ref in rollouts]
-        refs = {"policy": start, "rollouts": list(rollouts), "rewards": rewards}
-        return rerun(recipe, "optimize", refs).ref
-    from .post_train import post_train
-    from .preflight import preflight
-
-    return post_train.fn(preflight(recipe))["iterations"][-1]["policy"]
-
-
-def _continue(recipe: Recipe, store: Store, rollouts: Sequence[str], start: str) -> str:
-    """Train a cell's policy for the recipe's iterations after the first, on fresh rollouts. Returns
-    the last policy's reference."""
-    from .post_train import Chain
-
-    # it is found, or made again if its files expired
-    policy = _train(recipe, rollouts, start)
-    # imported rollouts have no round
-    rounds = [store.open(ref).manifest.config.get("round", 0) for ref in rollouts]
-    chain = Chain(recipe.resolved())
-    base = first_of_line(store, policy)
-    return chain.improve(policy, base, first=2, first_round=max(rounds) + 1)[-1].policy
-
-
 def _run(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
     """Run a call; if its stage leaves no device and no foreign engine behind, in the process of
     the calls before it, which has imported what it needs."""
@@ -388,6 +379,6 @@ def _run(call: Call, upcoming: Sequence[Call], tags: Sequence[str]) -> Outcome:
 _calls = partial(calls_of, runner=_run)
 
 
-def _name(recipe: Recipe) -> str:
+def name_of(recipe: Recipe) -> str:
     """Return the sweep's name, by what decides its results."""
     return digest(recipe.model_dump(mode="json", exclude={"store", "placement", "retention"}))[:12]

@@ -31,7 +31,7 @@ def fit(
 
     machine = fit.parse_machine(gpu) if gpu else fit.this_host()
     loaded = read_recipe(recipe, settings, store)
-    work = fit.workload_of(loaded)
+    work = fit.workload_of(loaded.generate, loaded.data, loaded.store, loaded.run)
     shape = shape_of(fit.find_config(loaded.policy, loaded.store, loaded.run))
     estimate = fit.Estimate(loaded, shape, work, machine)
     count = f"{machine.count} × " if machine.count > 1 else ""

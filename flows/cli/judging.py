@@ -64,6 +64,7 @@ def audit(
     it is no early warning."""
     from quiver.flows import auditing
     from quiver.flows.look.templates import lines
+    from quiver.flows.placement import check_places
     from quiver.stages.core.store import Store
 
     check_name(run, "run")
@@ -74,8 +75,10 @@ def audit(
     if recipes:
         loaded = read_recipe(Path(recipes[0]), settings, store, measures=False)
         with by_hand(loaded):
-            judge = auditing.by_recipe(loaded, run, prompts)
-            answer = auditing.audit(Store(loaded.store), run, judge, iterations)
+            check_places(loaded.placement, loaded.store)
+            opened = Store(loaded.store)
+            judge = auditing.by_reward(loaded.reward, opened, run, prompts)
+            answer = auditing.audit(opened, run, judge, iterations)
     else:
         opened = open_store(store)
         judge = auditing.by_versions(opened, [or_latest(ref) for ref in judges])

@@ -44,7 +44,7 @@ def sweep(
     from quiver import flows
     from quiver.flows.look import sweeps
     from quiver.flows.look.live import shown_live
-    from quiver.flows.sweep import saved
+    from quiver.flows.sweep import name_of
     from quiver.flows.sweep import sweep as run_cells
     from quiver.stages.core.store import Store
 
@@ -58,7 +58,8 @@ def sweep(
     loaded = loaded.model_copy(update={"sweep": loaded.sweep.model_copy(update=changes)})
     num_made = flows.num_made
     if show:
-        record = saved(loaded)
+        opened = Store(loaded.store, create=False)
+        record = sweeps.read(opened, loaded.run, name_of(loaded))
     else:
         with shown_live():
             record = run_cells(loaded, then, estimated=estimate)

@@ -223,24 +223,28 @@ def test_the_model_is_the_one_asked_for_or_what_the_function_made(tmp_path):
     assert find_config(recipe(tmp_path).policy, made.store, made.run).model_type == "gpt2"
 
 
+def size_of(made):
+    return workload_of(made.generate, made.data, made.store, made.run)
+
+
 def test_the_size_of_an_iteration(tmp_path):
     """From the newest rollouts; what the recipe changes since goes before."""
     turns = {"tools": ["quiver.deployments.recipes.calculator:calculate"], "max_tokens": 4096}
     played = recipe(tmp_path, generate={"turns": turns, "sampling": {"max_tokens": 48}})
-    assert workload_of(played).longest > 4096
+    assert size_of(played).longest > 4096
     store = Store(tmp_path / "store")
     folder = str(make_folder(tmp_path / "model"))
     make_rollouts(store, store.open(run_here("policy", {"model": folder}, store, into="tiny")))
     as_sampled = {"samples_per_prompt": 8, "sampling": {"max_tokens": 64}}
-    work = workload_of(recipe(tmp_path, generate=as_sampled))
+    work = size_of(recipe(tmp_path, generate=as_sampled))
     assert work == Workload(3, 8, 128, 64, 192, "tiny/rollouts@1")
     assert work.passed_tokens == 3 * 128 + 24 * 63
     doubled = {**as_sampled, "samples_per_prompt": 16}
     every = {"source": "rows.jsonl"}
-    assert workload_of(recipe(tmp_path, generate=doubled, data=every)).rollouts == 48
+    assert size_of(recipe(tmp_path, generate=doubled, data=every)).rollouts == 48
     fewer = {"source": "rows.jsonl", "limit": 9}
-    assert workload_of(recipe(tmp_path, generate=as_sampled, data=fewer)).prompts == 9
-    longer = workload_of(recipe(tmp_path, generate={"sampling": {"max_tokens": 900}}))
+    assert size_of(recipe(tmp_path, generate=as_sampled, data=fewer)).prompts == 9
+    longer = size_of(recipe(tmp_path, generate={"sampling": {"max_tokens": 900}}))
     assert (longer.prompt_tokens, longer.completion_tokens, longer.longest) == (128, 900, 1028)
     assert longer.source.startswith("prompts as in tiny/rollouts@1")
 

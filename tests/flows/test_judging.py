@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from quiver.flows.auditing import audit, by_recipe, by_versions
+from quiver.flows.auditing import audit, by_reward, by_versions
 from quiver.flows.calls import calls_of
 from quiver.flows.look.teaching import teach
 from quiver.flows.look.templates import lines
@@ -340,7 +340,7 @@ def test_a_recipe_scores_the_same_part_of_each_iteration_once(store):
 
     def audited():
         with calls_of(recipe, make):
-            return audit(store, "toy", by_recipe(recipe, "toy", num_prompts=4), 20)
+            return audit(store, "toy", by_reward(recipe.reward, store, "toy", num_prompts=4), 20)
 
     answer = audited()
     assert made == ["subset", "reward"] * 2

@@ -275,7 +275,7 @@ def test_where_no_engine_can_stay_it_is_refused(tmp_path, settings, problem):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe = load(tmp_path / "recipe.toml", [RESIDENT, *settings])
     with pytest.raises(ConfigError, match=problem) as caught:
-        check_resident(recipe)
+        check_resident(recipe.placement, recipe.generate, recipe.optimize, recipe.media)
     assert caught.value.object == "placement.resident_engine"
     assert caught.value.next == "set placement.resident_engine = false"
 
@@ -287,7 +287,7 @@ def test_an_interpreter_of_its_own_is_asked_by_the_engine(tmp_path, settings):
     """This interpreter's vLLM is not asked, nor for an engine of the user's."""
     (tmp_path / "recipe.toml").write_text(RECIPE)
     recipe = load(tmp_path / "recipe.toml", [RESIDENT, *settings])
-    check_resident(recipe)
+    check_resident(recipe.placement, recipe.generate, recipe.optimize, recipe.media)
 
 
 # -- the default

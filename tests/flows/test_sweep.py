@@ -18,10 +18,10 @@ from quiver.flows.cli.sweeping import _csv_lines
 from quiver.flows.estimation import estimate
 from quiver.flows.look.gather import gather
 from quiver.flows.look.stage import render
-from quiver.flows.look.sweeps import cell_rows, flat_row, show, sweep_lines, table_of
+from quiver.flows.look.sweeps import cell_rows, flat_row, read, show, sweep_lines, table_of
 from quiver.flows.look.words import score_of
 from quiver.flows.recipe import load
-from quiver.flows.sweep import _distinct, _hopeless, _Running, cells_of, saved, sweep
+from quiver.flows.sweep import _distinct, _hopeless, _Running, cells_of, name_of, sweep
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.refs import parse
 from quiver.stages.core.run import stage_process
@@ -52,6 +52,11 @@ def share(completion_ids, **_):
 """
 CELL = ["generate", "reward", "evaluate"]
 """What the measurement of a cell makes; its prompts are the base's."""
+
+
+def saved(recipe):
+    """The record of the recipe's sweep; None if it was never begun."""
+    return read(Store(recipe.store, create=False), recipe.run, name_of(recipe))
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +123,7 @@ def test_show_needs_manifests_alone_and_the_same_again_makes_nothing(
     shown = cli_lines(capsys, "sweep", *options, "--show")
     assert shown[-1].startswith("4 cells: 4 trained, 0 already done; 4 generations saved")
     with monkeypatch.context() as patch:
-        patch.setattr("quiver.flows.sweep._train", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("quiver.flows.sweep.Cell.train", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             sweep(load("recipe.toml", ["run=alike"]))
     assert cli_lines(capsys, "sweep", *options, "--show") == shown, "until as much is known again"
@@ -281,7 +286,7 @@ def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, monkey
     # the same again, killed while the second one continues
     record = saved(load("recipe.toml", ["run=alike"]))
     first = Mock(side_effect=[answer["then"][0]["policy"], KeyboardInterrupt])
-    monkeypatch.setattr("quiver.flows.sweep._continue", first)
+    monkeypatch.setattr("quiver.flows.sweep.Cell.train_further", first)
     with pytest.raises(KeyboardInterrupt):
         sweep(load("recipe.toml", ["run=alike"]), 1)
     assert saved(load("recipe.toml", ["run=alike"])) == record
@@ -478,7 +483,7 @@ def test_the_report_shows_sweeps_and_no_estimate_as_a_measurement(made, command)
 def test_what_was_trained_further_is_forgotten_when_a_cell_cannot_be_measured_again(made):
     recipe = load("recipe.toml", ["run=forgotten"])
     cell = cells_of(recipe)[0]
-    running = _Running(recipe)
+    running = _Running(Store("store"), recipe.run, name_of(recipe), ["tiny/rollouts@1"])
     running._before["cells"] = {"1": {"evaluation": "forgotten/evaluations@1"}}
     entry = {"settings": cell.settings, "policy": "forgotten/policy@7"}
     running.record |= {"cells": {"1": entry}, "then": {"1": entry}}
