@@ -267,7 +267,7 @@ def _ask_server(findings: Findings, facts: dict[str, Any]) -> None:
     from quiver.flows.prefect_server import without_login
 
     url = PREFECT_API_URL.value()
-    if not url:  # or empty, as embedded runs take it
+    if not url:  # an empty one is none
         return
     facts["api"] = without_login(url)
     room_above("server").check_api()

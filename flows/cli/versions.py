@@ -11,14 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quiver.schemas.errors import (
-    ConfigError,
-    CorruptError,
-    LineageError,
-    QuiverError,
-    did_you_mean,
-    printable,
-)
+from quiver.schemas.errors import ConfigError, CorruptError, LineageError, QuiverError, printable
 from quiver.schemas.refs import Ref, check_name, parse
 
 from . import completion
@@ -116,8 +109,9 @@ def ls(
 def _require_run(store: Store, run: str | None) -> None:
     """Raise LineageError if there is no such run."""
     if run and not store.storage.list(run):
-        problem = f"has no versions{did_you_mean(run, store.runs())}"
-        raise LineageError(f"run {printable(run)}", problem, next="quiver ls")
+        from quiver.flows.look.words import no_run
+
+        raise no_run(run, store.runs())
 
 
 def _say_readable(

@@ -16,14 +16,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from quiver.schemas.errors import LineageError, printable
+from quiver.schemas.errors import printable
 from quiver.schemas.refs import KINDS, Ref, as_version
 from quiver.stages.core.store import Store
 from quiver.stages.core.store.listing import read_fields
 from quiver.stages.core.threads import map_in_threads
 
 from .lineage import BESIDE_A_POLICY
-from .words import aligned, counted, number, size
+from .words import aligned, counted, no_run, number, size
 
 _MOSTS = ("devices", "peak_memory", "peak_device_memory")
 """Parts of a version's usage of which a row has the largest; it has the sum of the others."""
@@ -70,7 +70,7 @@ def cost(store: Store, run: str, by: str = "stage") -> dict[str, Any]:
         for version in store.listing(name, kind).numbers
     ]
     if not refs:
-        raise LineageError(f"run {printable(run)}", "has no versions", next="quiver ls")
+        raise no_run(run, store.runs())
     read = map_in_threads(partial(read_fields, store.storage), refs)
     versions = [fields for fields in read if fields is not None]
     iterations = _iterations(versions) if by == "iteration" else {}

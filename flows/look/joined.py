@@ -73,7 +73,8 @@ _TEXTS = ("finish_reason", "group_id", "rollout_id", "end_reason")
 _WORDS = {"finish_reason": FINISH_REASONS, "end_reason": END_REASONS}
 """All texts that such a column may hold, if they are few."""
 _SHOWN_AS = {"end": "finish_reason", "ratio": "mean_ratio"}
-"""Names of columns by the title that a table has for them, unless the user's column has it."""
+"""Names of columns by the title that a table has for them. A user's column with such a title is
+`columns.NAME`."""
 _OWN = "columns."
 """Before the name of a user's column, if Quiver's own has the same name."""
 _HOW = "write it as in: reward < 0.5, finish_reason = length"

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from quiver.schemas.errors import ConfigError, LineageError, did_you_mean, printable
+from quiver.schemas.errors import ConfigError, LineageError, printable
 from quiver.schemas.refs import Ref, check_name, parse
 from quiver.stages.core.lineage import pair_prompts, prompts_of
 from quiver.stages.core.run.stage import is_made_alike
@@ -26,6 +26,7 @@ from quiver.stages.core.store import Store, Version, marks
 from quiver.stages.core.store.listing import EXPIRED, REMOVED, is_of_sweep
 
 from .joined import Joined, open_joined
+from .words import no_run
 
 
 @dataclass
@@ -61,15 +62,11 @@ class Paired:
     @property
     def titles(self) -> list[str]:
         """The title of each side, after its name; with its score, if they have different ones."""
-        sides = [joined for _, joined, _ in self.sides({}, {})]
-        scores = [_measured_by(joined) for joined in sides]
-        are_two = all(scores) and len({*scores}) > 1
-        says = [f" (by {printable(score)})" if are_two else "" for score in scores]
-        names = [name for name, _, _ in self.sides({}, {})]
-        return [
-            f"{name} {joined.title}{said}".strip()
-            for name, joined, said in zip(names, sides, says, strict=True)
-        ]
+        titles = {name: f"{name} {joined.title}".strip() for name, joined, _ in self.sides({}, {})}
+        scores = {name: _measured_by(joined) for name, joined, _ in self.sides({}, {})}
+        if all(scores.values()) and len({*scores.values()}) > 1:
+            return [f"{title} (by {printable(scores[name])})" for name, title in titles.items()]
+        return [*titles.values()]
 
 
 def pair(store: Store, first: str, second: str | None, most_bytes: int | None = None) -> Paired:
@@ -160,10 +157,12 @@ def find_evaluations(store: Store, first: str, second: str) -> tuple[Version, Ve
     best: tuple[Version, Version] | None = None
     most = (False,) * 4
     for pair in product(*named):
+        is_paired = pair[0].ref != pair[1].ref and _are_alike(store, pair, "prompts")
         likeness = (
-            pair[0].ref != pair[1].ref and _are_alike(store, pair, "prompts"),
+            is_paired,
             _score_of(pair[0]) == _score_of(pair[1]),
-            *(_are_alike(store, pair, role) for role in ("rollouts", "rewards")),
+            # without the same prompts nothing is paired, and these are not looked at
+            *(is_paired and _are_alike(store, pair, role) for role in ("rollouts", "rewards")),
         )
         if best is None or likeness > most:
             best, most = pair, likeness
@@ -193,8 +192,7 @@ def _newest_first(store: Store, name: str) -> Iterator[Version]:
             return
         runs = store.runs()
         if name not in runs:
-            problem = f"has no versions{did_you_mean(name, runs)}"
-            raise LineageError(f"run {name}", problem, next="quiver ls")
+            raise no_run(name, runs)
         raise _no_evaluation(store, f"run {name}", [name])
     ref = parse(name)
     if ref.kind == "evaluations":

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich import filesize
 
-from quiver.schemas.errors import printable
+from quiver.schemas.errors import LineageError, did_you_mean, printable
 
 size = filesize.decimal
 """Returns bytes as text, such as `13.1 kB`."""
@@ -86,3 +86,9 @@ def unscored_of(metrics: Mapping[str, Any]) -> str:
 def counted(count: int, noun: str) -> str:
     """Return `1 step`, `2,048 steps`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def no_run(name: str, runs: Sequence[str]) -> LineageError:
+    """Return the error that no version belongs to a run of this name; `runs`: those that exist."""
+    problem = f"has no versions{did_you_mean(name, runs)}"
+    return LineageError(f"run {printable(name)}", problem, next="quiver ls")

@@ -81,7 +81,7 @@ def test_a_card_names_no_folder(made):
     manifest = version.manifest
     model = manifest.models[0]
     models = [model.model_copy(update={"ref": ref}) for ref in ("/home/me/judge", "them/judge")]
-    texts = ["/no_think Answer yes/no.", "/think", 'Write "/tmp/x/y" here.', "and/or", "~ a/b"]
+    texts = ["/no_think Answer yes/no.", "/think", 'Write "/data/x/y" here.', "and/or", "~ a/b"]
     paths = ["/home/me/a b/day", "a/b", "~/data/rows.jsonl", "/data/mine.py:rows"]
     paths += ["/Users/Jane Doe/rows.jsonl", "/my data/f.py:g"]
     settings = {
