@@ -29,10 +29,10 @@ from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
-from quiver.flows.embedded import alone_at_first
+from quiver.flows.cli.embedded import alone_at_first
 from quiver.flows.prefect_server import asking, without_login
 from quiver.schemas.errors import ConfigError, ResourceError, SecurityError, printable
-from quiver.stages.core.run.subprocesses import Process
+from quiver.stages.core.processes.subprocesses import Process
 from quiver.stages.core.servers import is_loopback
 
 LEASES = "prefect.server.concurrency.lease_storage.filesystem"

@@ -21,11 +21,11 @@ from dataclasses import replace
 from functools import partial
 
 from quiver.schemas.errors import ResourceError
+from quiver.stages.core.processes.subprocesses import Stopped
 from quiver.stages.core.run.call import Call, Outcome
 from quiver.stages.core.run.runner import plan_of
 from quiver.stages.core.run.stage import load_stage
 from quiver.stages.core.run.stage_process import run_call, start_ahead
-from quiver.stages.core.run.subprocesses import Stopped
 from quiver.stages.core.store.writer import shard_rows
 
 from .look.live import followed

@@ -19,8 +19,8 @@ from typing import Any
 from quiver.schemas.errors import printable
 from quiver.schemas.metrics import score_numbers
 from quiver.stages.core.config import Config
+from quiver.stages.core.processes.subprocesses import Process
 from quiver.stages.core.run.call import Outcome
-from quiver.stages.core.run.subprocesses import Process
 from quiver.stages.core.store import Store
 
 from .calls import check_stages, perform

@@ -36,9 +36,9 @@ from quiver.schemas.errors import (
     from_dict,
     printable,
 )
+from quiver.stages.core.processes.subprocesses import Stopped
 from quiver.stages.core.run.call import Call, Outcome
 from quiver.stages.core.run.stage import load_stage
-from quiver.stages.core.run.subprocesses import Stopped
 from quiver.stages.core.store import Store
 
 from .placement import GivenUp, require_server

@@ -25,9 +25,9 @@ from filelock import FileLock, Timeout
 
 from quiver.schemas.errors import ConfigError, SecurityError, printable
 from quiver.stages.core import ranks
+from quiver.stages.core.processes.subprocesses import Stopped
 from quiver.stages.core.ranks import are_launched, follows_rank_0
 from quiver.stages.core.run.call import Call
-from quiver.stages.core.run.subprocesses import Stopped
 from quiver.stages.model.devices import engine_gpus
 
 from .stopping import is_stopped

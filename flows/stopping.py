@@ -5,7 +5,7 @@ A command ends within STOP_SECONDS of the first signal, and at once at the secon
 code of that signal. The first signal ends it in order: it unwinds, its stages get SIGTERM and some
 seconds, and Prefect is informed. Any of this may hang, and Python's own handlers wait for the main
 thread, which may be in C code; so a thread watches. Processes that the command started end with it:
-each has a keeper, which sees its lifeline close (`stages.core.run.keeper`).
+each has a keeper, which sees its lifeline close (`stages.core.processes.keeper`).
 
 A flow run ends with the worker that started it. Prefect's workers leave their flow processes
 running when they are killed; nothing could cancel such a run any more, while another run takes its
@@ -42,8 +42,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from quiver.stages.core.run import subprocesses
-from quiver.stages.core.run.subprocesses import Stopped
+from quiver.stages.core.processes import subprocesses
+from quiver.stages.core.processes.subprocesses import Stopped
 
 _T = TypeVar("_T")
 

@@ -23,10 +23,10 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import FlowRunContext, TagsContext, TaskRunContext
 
 from quiver.schemas.errors import SYSTEM_REASONS, BusyError, QuiverError
+from quiver.stages.core.processes.subprocesses import Stopped
 from quiver.stages.core.run.call import Call, Outcome
 from quiver.stages.core.run.runner import find_outcome
 from quiver.stages.core.run.stage_process import end_waiting
-from quiver.stages.core.run.subprocesses import Stopped
 
 from .calls import calls_of
 from .dispatch import run_at

@@ -16,7 +16,9 @@ import math
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from quiver.schemas.errors import printable
 from quiver.schemas.plain import MOST_LEVELS, bad_text, problem_of, read_json
@@ -33,8 +35,10 @@ CHARACTERS_OF_TOKEN = 128
 Text with more characters than its token limit allows by this is cut or refused unencoded, because
 encoding it could take minutes.
 """
-LARGEST = 3.4028234663852886e38
+_LARGEST = 3.4028234663852886e38
 """The largest number of a float32."""
+Number = Annotated[float, Field(ge=-_LARGEST, le=_LARGEST)]
+"""The type of a model's field with a number that a float32 holds."""
 THINKING = ("reasoning_content", "reasoning", "thinking")
 """Names that chats use for an assistant's thinking."""
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -293,9 +297,14 @@ def read_number(given: Any) -> float:
     """Read a number that a float32 holds. Text and booleans are refused."""
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise ValueError(f"{shape_of(given)}, expected a number")
-    if not abs(given) <= LARGEST:
+    if not is_finite(given):
         raise ValueError("a number that is not finite as float32")
     return float(given)
+
+
+def is_finite(number: float) -> bool:
+    """Return True if a float32 can hold `number`: large integers and floats become infinite."""
+    return abs(number) <= _LARGEST  # False for NaN too
 
 
 def read_path(given: Any, place: str) -> str:

@@ -31,7 +31,7 @@ from pathlib import Path
 from quiver.schemas.errors import QuiverError, unexpected
 from quiver.stages.core import ranks
 from quiver.stages.core.config import parse
-from quiver.stages.core.run import keeper
+from quiver.stages.core.processes import keeper
 from quiver.stages.core.run.call import Call, quiver_version
 from quiver.stages.core.run.runner import find_or_make
 from quiver.stages.core.run.stage import load_stage

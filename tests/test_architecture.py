@@ -104,6 +104,27 @@ def test_imports_go_one_way():
 
 
 @pytest.mark.parametrize(
+    ("lower", "upper"),
+    [
+        ("stages.core.store", "stages.core.run"),
+        ("stages.core.processes", "stages.core.run"),
+        ("stages.core.processes", "stages.core.store"),
+        ("flows.look", "flows.cli"),
+    ],
+)
+def test_within_a_room_imports_go_one_way_too(lower, upper):
+    below = [path for path in FILES if NAMES[path].startswith(f"quiver.{lower}.")]
+    assert below, f"there is no {lower}: the rule is empty"
+    users = [NAMES[path] for path in below if uses(path, f"quiver.{upper}")]
+    assert users == []
+
+
+def test_a_flow_does_not_import_the_command_line():
+    flows = [path for path in FILES if path.parent == ROOT / "flows"]
+    assert [NAMES[path] for path in flows if uses(path, "quiver.flows.cli")] == []
+
+
+@pytest.mark.parametrize(
     ("library", "allowed"),
     [
         ("prefect", ("quiver.flows.", "quiver.deployments.")),

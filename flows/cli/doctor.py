@@ -243,7 +243,7 @@ def prefect(findings: Findings) -> None:
     facts: dict[str, Any] = {"home": str(home), "api": None, "server": None}
     findings.facts["prefect"] = facts
     try:
-        from quiver.flows.embedded import require_intact, require_writable
+        from quiver.flows.cli.embedded import require_intact, require_writable
 
         require_writable(home)
         if os.environ.get("PREFECT_API_URL") or (home / "profiles.toml").exists():

@@ -98,7 +98,7 @@ def _from_shell() -> Iterator[None]:
     """Run a flow inside: with a Prefect server, on which no run of a dead shell stays running."""
     from prefect import tags
 
-    from quiver.flows.embedded import guard_embedded_server
+    from quiver.flows.cli.embedded import guard_embedded_server
     from quiver.flows.prefect_server import crash_abandoned, shell_tag
 
     guard_embedded_server()

@@ -111,7 +111,7 @@ def launch(command: list[str], answer: Path, count: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from quiver.stages.core.run.subprocesses import GRACE_SECONDS, ending
+    from quiver.stages.core.processes.subprocesses import GRACE_SECONDS, ending
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // count)))

@@ -64,8 +64,8 @@ from quiver.stages.core.isolation import (
     refused,
     restrict,
 )
+from quiver.stages.core.processes.subprocesses import Process
 from quiver.stages.core.run.folders import temporary_folder
-from quiver.stages.core.run.subprocesses import Process
 
 Isolation = Literal["full", "process"]
 _POLL_SECONDS = 0.05

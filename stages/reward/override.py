@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, LineageError, printable, reason
-from quiver.schemas.outside import LARGEST
+from quiver.schemas.outside import Number
 from quiver.schemas.plain import read_json
 from quiver.stages.core import config as common
 from quiver.stages.core.files import read_file
@@ -47,7 +47,7 @@ class Config(common.Config):
     """Person who makes the corrections."""
     reason: Text
     """Reason for the corrections."""
-    overrides: dict[str, Annotated[float, Field(ge=-LARGEST, le=LARGEST)]] = Field(min_length=1)
+    overrides: dict[str, Number] = Field(min_length=1)
     """The new reward by rollout_id."""
 
 

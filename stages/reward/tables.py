@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from quiver.schemas import rewards
 from quiver.schemas.errors import NumericError
-from quiver.schemas.outside import LARGEST
+from quiver.schemas.outside import is_finite
 from quiver.schemas.prompts import MEDIA, most_media, with_large_files
 from quiver.stages.core.lineage import prompt_rows
 from quiver.stages.core.store import Version
@@ -232,7 +232,7 @@ def weigh(
 
 def storable(total: float) -> float:
     """Return `total` if a float32 can hold it. Raises NumericError."""
-    if abs(total) > LARGEST:
+    if not is_finite(total):
         raise NumericError(
             "reward",
             f"the weighted sum {total:g} is not finite as float32",

@@ -32,7 +32,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from quiver.schemas.errors import ConfigError, SecurityError
-from quiver.schemas.outside import LARGEST, MEDIA
+from quiver.schemas.outside import MEDIA, is_finite
 from quiver.stages.model.media import WORDS, Medium
 from quiver.stages.turns.bridge import (
     Bridge,
@@ -259,7 +259,7 @@ class Episode:
         record.seconds += seconds
         if reward is not None:
             record.reward = reward + (record.reward or 0.0)
-            if abs(record.reward) > LARGEST:
+            if not is_finite(record.reward):
                 return self.failed("environment_error", _TOO_MUCH)
         self.state = "ended"
         return None

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from quiver.schemas import outside
 from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.schemas.manifest import digest
-from quiver.schemas.outside import LARGEST
+from quiver.schemas.outside import Number, is_finite
 from quiver.stages.core import config as common
 from quiver.stages.core.config import parse
 from quiver.stages.core.file_rows import bad_source, json_rows
@@ -30,8 +30,8 @@ from quiver.stages.core.files import sha256_of
 _ROUNDING = 1e-4
 """Largest logprob accepted, above 0 because of rounding."""
 Id = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-Logprob = Annotated[float, Field(strict=True, ge=-LARGEST, le=_ROUNDING)]
-Reward = Annotated[float, Field(strict=True, ge=-LARGEST, le=LARGEST)]
+Logprob = Annotated[Number, Field(strict=True, le=_ROUNDING)]
+Reward = Annotated[Number, Field(strict=True)]
 Text = Annotated[str, Field(strict=True)]
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -170,7 +170,7 @@ class Trajectory(_Part):
                 )
         earned = [turn.reward for turn in turns if turn.reward is not None]
         total = math.fsum(earned)
-        if abs(total) > LARGEST:
+        if not is_finite(total):
             raise ValueError(f"turns: their rewards add up to {total:g}, too large for a float32")
         is_told_twice = self.reward is not None and earned
         if is_told_twice and not math.isclose(total, self.reward, rel_tol=1e-4, abs_tol=1e-4):

@@ -115,7 +115,7 @@ def _run(arguments: argparse.Namespace) -> None:
         [*(each for each in settings if each != "--set"), f"store={json.dumps(store)}"],
     )
     marks["reading the recipe"] = since_start()
-    from quiver.flows.embedded import guard_embedded_server
+    from quiver.flows.cli.embedded import guard_embedded_server
     from quiver.flows.post_train import post_train
 
     marks["import of Prefect"] = since_start()

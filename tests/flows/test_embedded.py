@@ -17,8 +17,8 @@ import time
 import pytest
 from prefect.context import refresh_global_settings_context
 
-from quiver.flows import embedded
-from quiver.flows.embedded import require_intact, require_writable
+from quiver.flows.cli import embedded
+from quiver.flows.cli.embedded import require_intact, require_writable
 from quiver.flows.verification import verify
 from quiver.schemas.errors import CorruptError, ResourceError
 from quiver.stages.core.store import Store

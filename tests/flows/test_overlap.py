@@ -12,9 +12,9 @@ import pytest
 from quiver.flows.recipe import load
 from quiver.flows.stopping import is_stopped, run_ahead
 from quiver.schemas.errors import ConfigError
+from quiver.stages.core.processes.subprocesses import Stopped
 from quiver.stages.core.run.call import Call
 from quiver.stages.core.run.stage_process import run_call
-from quiver.stages.core.run.subprocesses import Stopped
 from quiver.stages.core.store import Store
 from tests.flows.conftest import (
     RECIPE,

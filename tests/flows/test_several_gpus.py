@@ -13,9 +13,9 @@ from quiver.flows.dispatch import most_processes, run_at
 from quiver.flows.slots import slots
 from quiver.flows.stopping import run_ahead
 from quiver.schemas.errors import NumericError, ResourceError
+from quiver.stages.core.processes.subprocesses import Stopped
 from quiver.stages.core.run.call import Call, Where
 from quiver.stages.core.run.stage_process import run_call
-from quiver.stages.core.run.subprocesses import Stopped
 from quiver.stages.core.store import Store
 from tests.stages.generate.making import random_prompts
 from tests.stages.sharing import copy, require_whole, wait

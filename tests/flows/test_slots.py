@@ -14,8 +14,8 @@ import pytest
 
 from quiver.flows.slots import gpus_needed, slots, visible_gpus
 from quiver.schemas.errors import ConfigError
+from quiver.stages.core.processes.subprocesses import Stopped
 from quiver.stages.core.run.call import Call, Where
-from quiver.stages.core.run.subprocesses import Stopped
 
 GENERATE = Call("generate", {"engine": "vllm", "options": {}}, "store")
 OPTIMIZE = Call("optimize", {}, "store")

@@ -13,7 +13,7 @@ import pytest
 
 from quiver.flows import stopping
 from quiver.flows.verification import verify
-from quiver.stages.core.run import keeper, subprocesses
+from quiver.stages.core.processes import keeper, subprocesses
 from quiver.stages.core.store import Store
 from tests.faults.failing import environment
 from tests.flows.conftest import (

@@ -270,7 +270,7 @@ def test_a_process_that_a_command_starts_finds_streams_where_its_own_were_closed
 
 def test_a_limit_on_the_size_of_files_is_told_before_prefects_database_is_made(tmp_path):
     script = (
-        "from pathlib import Path; from quiver.flows.embedded import require_writable;"
+        "from pathlib import Path; from quiver.flows.cli.embedded import require_writable;"
         "require_writable(Path('home'))"
     )
     line = f'ulimit -f 100; {sys.executable} -c "{script}"'

@@ -15,8 +15,8 @@ from quiver import run_stage
 from quiver.flows import tasks
 from quiver.flows.dispatch import run_at
 from quiver.schemas.errors import BusyError
+from quiver.stages.core.processes.subprocesses import Stopped
 from quiver.stages.core.run.call import Call, Outcome
-from quiver.stages.core.run.subprocesses import Stopped
 from tests.benchmarks.made import make_prompts, make_rollouts, tiny_policy
 
 SLOW = """

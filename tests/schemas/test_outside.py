@@ -252,6 +252,17 @@ ENTRANCES = {
         "stages.turns.environment",
         "stages.reward.servers.dialects.rows",
     },
+    "Number": {
+        "stages.reward.override",
+        "stages.reward.pool.pool",
+        "stages.turns.trajectories",
+    },
+    "is_finite": {
+        "stages.reward.pool.calls",
+        "stages.reward.tables",
+        "stages.turns.episode",
+        "stages.turns.trajectories",
+    },
     "read_path": {"stages.prompt.media"},
     "read_name": {"stages.turns.tool_schemas"},
 }

@@ -66,7 +66,7 @@ IMPORTS = {
         "quiver.flows.nightly",
         "quiver.flows.rerun",
         "quiver.flows.dry_run",
-        "quiver.flows.embedded",
+        "quiver.flows.cli.embedded",
         "quiver.flows.prefect_server",
         "quiver.flows.cli.summary",
         "quiver.flows.look.gather",
@@ -171,7 +171,7 @@ class Server:
             if self._kind != "flows":
                 # a stage's real keeper sees the stand-in alone, and cannot end what the stage
                 # leaves behind
-                from quiver.stages.core.run import keeper
+                from quiver.stages.core.processes import keeper
 
                 keeper.die_with_parent()
                 keeper.fork_kept(above[-1], 0)

@@ -1,1 +1,1 @@
-"""The contract of a stage, its call, the runner, and the processes around it."""
+"""The contract of a stage, its call, the runner, and the processes of stages and users' code."""

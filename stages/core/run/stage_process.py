@@ -37,10 +37,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ResourceError, from_dict, printable
+from quiver.stages.core.processes.subprocesses import Process, ending
 
 from .call import Call, Outcome, quiver_version, require_version
 from .folders import sweep_folders, temporary_folder
-from .subprocesses import Process, ending
 
 ENVIRONMENT = {
     "DO_NOT_TRACK": "1",

@@ -36,8 +36,8 @@ from quiver.schemas.errors import (
     printable,
     shortage,
 )
+from quiver.stages.core.processes.subprocesses import Process, ending
 from quiver.stages.core.run import answering
-from quiver.stages.core.run.subprocesses import Process, ending
 
 LOAD_SECONDS = 120.0
 LOAD_ATTEMPTS = 3

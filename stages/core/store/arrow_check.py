@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quiver.schemas.errors import CorruptError, printable
 from quiver.schemas.manifest import FileEntry
-from quiver.stages.core.run.scripts import AskedScript
+from quiver.stages.core.processes.scripts import AskedScript
 
 from . import arrow_child
 

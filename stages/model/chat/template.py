@@ -29,7 +29,7 @@ from quiver.schemas.errors import ConfigError, printable, reason
 from quiver.schemas.manifest import digest
 from quiver.schemas.plain import bad_text
 from quiver.stages.core.files import read_file
-from quiver.stages.core.run.scripts import AskedScript
+from quiver.stages.core.processes.scripts import AskedScript
 
 MEMORY = 2 * 1024**3
 Messages = list[dict[str, Any]]

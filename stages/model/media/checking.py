@@ -16,7 +16,7 @@ from pydantic import Field
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.core.config import Config, Runtime
-from quiver.stages.core.run.scripts import AskedScript
+from quiver.stages.core.processes.scripts import AskedScript
 
 BYTES_KEYS = {"image": "prompt.max_image_bytes", "audio": "prompt.max_audio_bytes"}
 """Keys of the limits of bytes, for errors."""

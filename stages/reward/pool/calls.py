@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, did_you_mean, printable, shortage
-from quiver.schemas.outside import LARGEST
+from quiver.schemas.outside import is_finite
 from quiver.stages.core import plugins
 from quiver.stages.core.run.answering import no_copies
 from quiver.stages.core.run.user_process import memory_limit, refusal
@@ -364,7 +364,7 @@ def _read_row(returned: Any, extra: bool) -> Part:
     if not isinstance(number, int | float):  # True and False are 1 and 0; text is no number
         shown = repr(number)[:1000]
         return Part(error=printable(f"returned {kind} {shown}, expected a float or None"))
-    if not abs(number) <= LARGEST:  # NaN compares false
+    if not is_finite(number):
         shown = number if isinstance(number, float) else "an integer"
         return Part(error=f"returned {shown}, which is not finite as float32")
     return Part(float(number))

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field
 
 from quiver.schemas.errors import ResourceError
-from quiver.schemas.outside import LARGEST
+from quiver.schemas.outside import Number
 from quiver.stages.core.run import user_process
 from quiver.stages.core.run.stage_process import this_process
 from quiver.stages.core.run.user_process import (
@@ -60,14 +60,7 @@ class Loaded(user_process.Loaded):
 class Answer(BaseModel):
     """A process's answer to a call, or a piece of it."""
 
-    parts: list[
-        tuple[
-            Annotated[int, Field(ge=0)],
-            Annotated[float, Field(ge=-LARGEST, le=LARGEST)] | None,
-            str | None,
-            str | None,
-        ]
-    ]
+    parts: list[tuple[Annotated[int, Field(ge=0)], Number | None, str | None, str | None]]
     """Row, value, error, extra."""
     seconds: Annotated[float, Field(ge=0)] | None
     """Seconds of the whole call. None: more pieces follow."""

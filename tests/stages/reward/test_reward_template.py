@@ -7,7 +7,7 @@ import pytest
 from tokenizers import processors
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.core.run import subprocesses
+from quiver.stages.core.processes import subprocesses
 from quiver.stages.model.chat.template import Messages
 from quiver.stages.reward.models.config import ModelConfig
 from quiver.stages.reward.models.scorer import Reader, beginnings, token_id

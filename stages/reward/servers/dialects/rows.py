@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import printable
-from quiver.schemas.outside import LARGEST, read_number
+from quiver.schemas.outside import read_number
 from quiver.stages.reward.scoring import Batch, Part, as_extra, cells_of
 
 _FIELD = re.compile(r"\{\{(\w+(?:[.-]\w+)*)\}\}|\{(\w+(?:[ .-]\w+)*)\}")
@@ -166,7 +167,7 @@ def as_part(number: Any, config: Any, extra: Any = None, error: Any = "") -> Par
     >>> as_part(8, config).value, as_part("8", config).error, as_part(11, config).error
     (0.8, 'gave text, expected a number', 'gave 11, outside 0 to 10')
     """
-    low, high = config.range or (-LARGEST, LARGEST)
+    low, high = config.range or (-math.inf, math.inf)
     reward = None
     problem = None
     if isinstance(error, str) and error:

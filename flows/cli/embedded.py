@@ -37,9 +37,9 @@ from typing import TYPE_CHECKING
 from filelock import FileLock
 
 from quiver.schemas.errors import CorruptError, ResourceError, reason
-from quiver.stages.core.run.subprocesses import Process
+from quiver.stages.core.processes.subprocesses import Process
 
-from .cli.shared import say
+from .shared import say
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from quiver.stages.core.run.subprocesses import Process
+from quiver.stages.core.processes.subprocesses import Process
 
 
 class AskedScript:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from quiver.stages.core.run import keeper
+from quiver.stages.core.processes import keeper
 
 GRACE_SECONDS = 5.0
 _LAST_SECONDS = 15.0

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from quiver.stages.core.run import subprocesses
-from quiver.stages.core.run.subprocesses import Process, Stopped
+from quiver.stages.core.processes import subprocesses
+from quiver.stages.core.processes.subprocesses import Process, Stopped
 
 # Starts one process in its own session and one in another; none of the three listens to SIGTERM.
 STUBBORN = """
@@ -76,7 +76,7 @@ def test_a_command_that_ends_leaves_no_process():
 def test_a_parent_that_dies_leaves_no_process(end, orphan_grace):
     code = f"""
         import subprocess, sys
-        from quiver.stages.core.run.subprocesses import Process
+        from quiver.stages.core.processes.subprocesses import Process
         command = [sys.executable, "-c", {textwrap.dedent(STUBBORN) + SLEEPS!r}]
         with Process(command, stdout=subprocess.PIPE, orphan_grace={orphan_grace}) as process:
             print(process.pid, process.stdout.readline().decode(), flush=True)

@@ -1,0 +1,1 @@
+"""Child processes: start, limit, ask and end them, with all that they start."""
