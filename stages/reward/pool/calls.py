@@ -393,6 +393,8 @@ def _plain(member: Any) -> Any:
         return {str(key): _plain(below) for key, below in member.items()}
     if isinstance(member, list | tuple):
         return [_plain(below) for below in member]
+    if isinstance(member, set | frozenset):  # its own order differs from process to process
+        return [_plain(below) for below in sorted(member, key=repr)]
     if isinstance(member, float):
         return member if abs(member) < float("inf") else str(member)
     return member if member is None or isinstance(member, int | str) else printable(member, 1000)

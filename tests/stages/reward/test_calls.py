@@ -277,6 +277,7 @@ def test_extra_is_json_of_bounded_size_beside_a_number():
         ({"why": "no number"}, Part(error="returned dict without a key reward")),
         ({"reward": {"reward": 1}}, Part(error=mapping)),
         ({"reward": float("nan")}, Part(error=nan, extra="{}")),
+        ({"reward": 1, "of": {"b", "a", "c"}}, Part(1.0, extra='{"of": ["a", "b", "c"]}')),
     ):
         assert read([value], 1, extra=True)[0] == [expected]
     for beside in (
