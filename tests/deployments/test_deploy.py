@@ -64,7 +64,9 @@ def place(tmp_path_factory):
     folder = write_recipe(tmp_path_factory.mktemp("deploy"))
     with world(folder, host="0.0.0.0", auth="somebody:pass word") as made, made.client() as client:
         client.create_work_pool(WorkPoolCreate(name="box", type="process"))
-        for name, volumes in (("containers", []), ("mounted", [f"{folder}:{folder}"])):
+        of_pool = {"default": "registry/quiver:pool"}
+        mounts = [f"{folder}:{folder}"]
+        for name, image, volumes in (("containers", {}, []), ("mounted", of_pool, mounts)):
             template = {
                 "job_configuration": {
                     "env": "{{ env }}",
@@ -74,7 +76,7 @@ def place(tmp_path_factory):
                 "variables": {
                     "properties": {
                         "env": {"default": {"OWN": "1"}},
-                        "image": {},
+                        "image": image,
                         "volumes": {"default": volumes},
                     }
                 },
@@ -253,6 +255,10 @@ def test_a_run_has_its_pools_environment_as_it_is_when_it_starts(client, pool, c
                 run, client=at, work_pool=work_pool, worker_name="w"
             )
 
+    if pool == "mounted":
+        put(Where(pool), "run=as-the-pool-says")
+        own = found(client, "as-the-pool-says").job_variables["image"]
+        assert own == "registry/quiver:pool", "where no other is named"
     env = asyncio.run(resolved()).env
     assert (env["OWN"], env["MORE"], env["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) == ("2", "3", "30")
 

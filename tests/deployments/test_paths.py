@@ -144,6 +144,11 @@ def test_a_container_sees_what_is_mounted_under_the_same_path(folder):
             check_visible({"store": private}, ("/mnt/elsewhere",), "a pool")
 
 
+def test_a_mount_shows_no_folder_whose_name_begins_like_its_own():
+    with pytest.raises(ConfigError, match="cannot see"):
+        check_visible({"store": Path("/home/ada2/store")}, ("/home/ada",), "a pool")
+
+
 def test_each_path_must_be_seen_whatever_stands_before_it(folder):
     paths = {"data.source": folder / "questions.jsonl", "policy.model": Path.home() / "model"}
     with pytest.raises(ConfigError, match=r"policy\.model"):

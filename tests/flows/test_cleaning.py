@@ -5,6 +5,7 @@ The stages are the real ones, in this process instead of children of it.
 """
 
 import shutil
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ from quiver.flows.rerun import rerun
 from quiver.flows.retention import Retention, clean_up
 from quiver.flows.verification import verify
 from quiver.schemas.errors import ExpiredError
-from quiver.stages.core.store import Store
+from quiver.stages.core.store import Store, marks
+from quiver.stages.core.store.listing import EXPIRED
 from quiver.stages.core.store.retention import Rule, collect
+from quiver.stages.core.store.storage import read_checked, with_checksum
 from tests.flows.conftest import QUICK, quiver, stay_here, write_recipe
 from tests.stages.core.store import histories
 from tests.stages.core.store.test_store import Settings, table
@@ -193,6 +196,20 @@ def test_the_runs_that_belong_to_it_are_cleaned_with_it(tmp_path):
                 work.commit()
     clean_up(store.url, "a", Retention(keep=1, grace_hours=0))
     assert [store.numbers(run, "logprobs") for run in (*runs, "ab")] == [[2]] * 3 + [[1, 2]]
+
+
+@pytest.mark.parametrize(("hours_ago", "is_left"), [(0.9, True), (1.1, False)])
+def test_what_expired_stays_for_the_hours_of_grace(tmp_path, hours_ago, is_left):
+    store = Store(tmp_path / "store")
+    first, _ = (histories.make_policy(store, number) for number in range(2))
+    rules = Retention(keep=1, grace_hours=1)
+    clean_up(store.url, "a", rules)
+    key = marks.key_of(first.ref, EXPIRED)
+    marked_at = datetime.now(UTC) - timedelta(hours=hours_ago)
+    fields = {**read_checked(store.storage, key), "at": marked_at.isoformat()}
+    store.storage.put(key, with_checksum(fields))
+    clean_up(store.url, "a", rules)
+    assert (first.files.folder / "model.safetensors").exists() is is_left
 
 
 def test_what_is_trained_by_hand_beside_a_run_takes_no_state_from_it(tmp_path):

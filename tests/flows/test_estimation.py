@@ -136,7 +136,7 @@ def estimated(store, policies, *evaluations):
 
 
 def test_an_estimate_is_the_expected_score_over_every_sequence(store, policy, tmp_path):
-    near, _far = (
+    near, far = (
         nudged(store, tmp_path / run, run, size) for run, size in (("near", 0.01), ("far", 0.5))
     )
     evaluation, rows, asked = sampled_by(store, policy, "a", 1)
@@ -176,6 +176,7 @@ def test_an_estimate_is_the_expected_score_over_every_sequence(store, policy, tm
     assert both["estimates"][0]["rows"] == 2 * len(rows)
     assert both["estimates"][0]["estimate"] == pytest.approx(expected(*chances[0]), abs=0.04)
     refused_pairs(store, policy, rows, asked, evaluation)
+    unusable_ones(store, far, rows, asked)
 
 
 def refused_pairs(store, policy, rows, asked, evaluation):
@@ -190,6 +191,11 @@ def refused_pairs(store, policy, rows, asked, evaluation):
     answer, _ = estimated(store, [str(trained.ref)])
     assert answer["from"][0]["evaluation"] == str(evaluation.ref), "of its nearest ancestor"
     assert answer["estimates"][0]["refused"] == "it was trained on these rollouts"
+    with begin(store, "tiny", "policy", inputs={"policy": trained}, **about) as work:
+        shutil.copytree(policy.files.folder, work.folder, dirs_exist_ok=True)
+        further = work.commit()
+    answer, _ = estimated(store, [str(further.ref)], str(evaluation.ref))
+    assert answer["estimates"][0]["refused"] == "it was trained on these rollouts", "its parent was"
     with pytest.raises(LineageError, match="were sampled with top_k = 5"):
         estimated(store, [str(trained.ref)], str(cut.ref))
     greedy = evaluation_of(store, policy, rows[:-2], asked, Sampled(sampling={"temperature": 0}))
@@ -210,3 +216,15 @@ def refused_pairs(store, policy, rows, asked, evaluation):
     other = evaluation_of(store, policy, rows, asked)
     with pytest.raises(LineageError, match="the engine's logprobs differ"):
         estimated(store, ["policy@0"], str(other.ref))
+
+
+def unusable_ones(store, policy, rows, asked):
+    """Of several evaluations of the nearest ancestor the newest is told of."""
+    about = {"stage": "optimize", "stage_version": 1, "config": Config()}
+    with begin(store, "tiny", "policy", inputs={"policy": policy}, **about) as work:
+        shutil.copytree(policy.files.folder, work.folder, dirs_exist_ok=True)
+        trained = work.commit()
+    for number, sampling in enumerate(({"temperature": 0}, {"top_k": 5}), 3):
+        evaluation_of(store, policy, rows[:-number], asked, Sampled(sampling=sampling))
+    with pytest.raises(LineageError, match="were sampled with top_k = 5"):
+        estimated(store, [str(trained.ref)])

@@ -142,6 +142,48 @@ def test_answers_that_become_other_ids_are_counted(tmp_path):
     assert (done.tokenised, done.other_ids) == (11, 1)
 
 
+def test_the_id_that_stopped_an_answer_has_no_text_to_tokenise(tmp_path):
+    """As an end token's: `sampling.stop_token_ids` ends answers whose text is the same."""
+    store = Store(tmp_path / "store")
+    made = exported.make(store, tmp_path)
+    (mark,) = tokenizer().encode("#")
+    rows = made.rollouts.table().to_pylist()
+    for row in rows:
+        row["completion_ids"] = [mark if id == EOS else id for id in row["completion_ids"]]
+    sampling = {"stop_token_ids": [mark]}
+    rollouts = episodes.write(store, made.policy, rows, prompts=made.prompts, **sampling)
+    done = export(store, str(rollouts.ref), tmp_path / "sft.jsonl", Options("sft"))
+    assert (done.tokenised, done.other_ids) == (11, 0)
+
+
+AGENT = (
+    "{% macro role(message, before) %}{{ 'agent' if message == 'assistant' and before == 'tool' "
+    "else message }}{% endmacro %}"
+    "{% for message in messages %}<|im_start|>"
+    "{{ role(message['role'], messages[loop.index0 - 1]['role']) }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>"
+    "{{ role('assistant', messages[-1]['role']) }}\n<think>\n{% endif %}"
+)
+"""A template that calls the assistant otherwise after a tool's answer."""
+
+
+def test_what_begins_an_answer_is_told_by_the_role_before_it(tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text(AGENT)
+    asked = {"role": "user", "content": "How many?"}
+    looked = [{"role": "assistant", "content": "I look."}, {"role": "tool", "content": "7"}]
+    chats = [[asked], [asked, *looked], [asked]]
+    rows = [{"id": id, "chat": chat} for id, chat in zip(exported.ANSWERS, chats, strict=True)]
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    of_chats = {"source": str(source), "prompt": None, "messages": "chat", "system": None}
+    store = Store(tmp_path / "store")
+    made = exported.make(store, tmp_path, template=str(template), **of_chats)
+    export(store, str(made.rewards.ref), tmp_path / "sft.jsonl", Options("sft"))
+    texts = {row["completion"][0]["content"] for row in rows_of(tmp_path / "sft.jsonl")}
+    assert {"<think>\n12", "<think>\n7", "<think>\nfour"} <= texts
+
+
 def test_what_the_prompt_begins_belongs_to_the_answer(tmp_path):
     template = tmp_path / "template.jinja"
     plain = tokenizer().chat_template

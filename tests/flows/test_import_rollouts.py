@@ -228,6 +228,7 @@ def test_a_step_on_rollouts_of_another_temperature_says_which_it_uses(workplace,
         ([None, None, None], ["sampling.temperature=0.5"], [0.5, 0.5, 0.5], 0.5),
         ([0.25, None, 0.25], ["sampling.temperature=0.5"], [0.25, 0.5, 0.25], 0.5),
         ([0.25, 2.0, 0.25], ["sampling.temperature=0.5"], [0.25, 2.0, 0.25], 0.25),
+        ([0.0, None, 0.0], ["sampling.temperature=0.5"], [0.0, 0.5, 0.0], 0.5),  # 0 says greedy
     ],
 )
 def test_lines_that_say_no_temperature_have_that_of_the_import(

@@ -168,6 +168,22 @@ def test_means_by_an_own_column(levelled):
         levelled.groups("tags")
 
 
+def test_what_has_no_prompt_is_found_by_its_own_text_alone(tmp_path):
+    """Not by the text of the last prompt."""
+    store = Store(tmp_path / "store")
+    prompts = make_prompts(store, 2).table()
+    index = prompts.schema.get_field_index("prompt_text")
+    texts = pa.array(["Where?", "When?"], prompts.schema.field(index).type)
+    asked = write_version(
+        store, "prompts", "prompt", prompts.set_column(index, "prompt_text", texts)
+    )
+    rollouts = write_version(
+        store, "rollouts", "generate", rollouts_table(24, 4, 4), {"prompts": asked}
+    )
+    joined = open_joined(store, rollouts.ref)
+    assert joined.order(Selection(search="when")).tolist() == list(range(8, 16))
+
+
 def with_columns(folder: Path, own: pa.Array) -> Joined:
     """Return 8 scored rollouts each of two prompts that have these columns of the user's."""
     store = Store(folder / "store")

@@ -57,6 +57,15 @@ class Counter:
     def get_reward(self):
         return float(self.total == self.goal)
 '''
+THREE = '''
+def add(amount: int) -> int:
+    """Say 3.
+
+    Args:
+        amount: Any.
+    """
+    return 3
+'''
 CALL = '<tool_call>{"name": "add", "arguments": {"amount": 2}}</tool_call>'
 
 
@@ -213,6 +222,15 @@ def test_calls_of_tools_and_turns_that_could_not_be_read(tmp_path):
     assert [row["turns"][-1]["reward"] for row in rows] == [1.0, 1.0, 0.0, 0.0]
     report = play_here(tmp_path)
     assert (report.episodes_agree, report.turns_agree) == (4, 16)
+
+
+def test_tools_in_place_of_an_environment_do_not_get_its_arguments(tmp_path):
+    with_tools(tmp_path, [CALL, "It is done."], [1], arguments={"goal": 3})
+    (tmp_path / "three.py").write_text(THREE)
+    store, tool = Store(tmp_path / "store"), f"{tmp_path}/three.py:add"
+    report = reenact(store, "tiny/rollouts@1", tools=[tool], processes=1)
+    assert (report.sources, report.turns, report.turns_agree) == ((tool,), 4, 2)
+    assert {difference.what for difference in report.differences} == {"reward"}
 
 
 def test_what_can_not_be_played_is_refused(tmp_path):

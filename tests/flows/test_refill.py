@@ -17,6 +17,7 @@ from quiver.flows.nightly import plan_night
 from quiver.flows.post_train import Chain
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
+from quiver.flows.rounds import Iteration, Round
 from quiver.schemas.errors import ConfigError
 from quiver.schemas.metrics import groups_with_contrast
 from quiver.stages.core.store import Store
@@ -349,6 +350,23 @@ def test_what_prompts_were_chosen_by_stays_without_what_was_scored(
     further = improve(monkeypatch, chosen_folder, *CHOSEN, "iterations=3")[2]["rounds"]
     measured = [each["rewards"] for each in chosen[-1]["rounds"]]
     assert rewards_of(store, further[0]["prompts"]) == measured
+
+
+@pytest.mark.parametrize(
+    ("rounds", "mean"),
+    [
+        ([(1.0, 1), (0.0, 3)], 0.25),
+        ([(None, 0), (0.5, 2)], 0.5),
+        ([(None, 0), (None, 0)], None),
+    ],
+)
+def test_the_mean_reward_of_an_iteration_is_over_the_rewards_of_all_its_rounds(rounds, mean):
+    def sampled(number: int, reward_mean: float | None, num_scored: int) -> Round:
+        refs = [f"tiny/{kind}@{number}" for kind in ("prompts", "rollouts", "rewards")]
+        return Round(1, number, *refs, None, reward_mean, num_scored, {})
+
+    made = tuple(sampled(number, *about) for number, about in enumerate(rounds, 1))
+    assert Iteration(made, None, "tiny/policy@1", {}).reward_mean == mean
 
 
 def test_held_out_rows_are_not_chosen(tmp_path):

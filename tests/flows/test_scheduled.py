@@ -75,6 +75,9 @@ def test_again_is_a_run_of_its_own_with_the_next_seed(made):
     assert (second.run, second.seed) == ("tiny-2999-01-01-0000", again.seed + 2)
     [run] = [name for name in Store("store").runs() if name.startswith("tiny-")]
     assert Store("store").numbers(run, "policy") == [0, 1]
+    at = datetime.strptime(run.removeprefix("tiny-"), "%Y-%m-%d-%H%M")
+    restarted = recipe_for(again, at)
+    assert (restarted.run, restarted.seed) == (run, first.seed), "it does not count itself"
 
 
 def test_a_name_that_would_get_too_long_is_told(made):

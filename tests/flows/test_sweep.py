@@ -300,6 +300,7 @@ def test_rollouts_of_several_policies_train_the_newest_and_a_setting_continues_o
     options += ["--set", "optimize.max_staleness=1"]
     options += ["--set", "sweep.rollouts=['tiny/rollouts@1','tiny/rollouts@2']"]
     options += ["--set", "sweep.over={'optimize.learning_rate'=[1e-3]}", "--seeds", "2"]
+    options += ["--set", "evaluate.generate.samples_per_prompt=3"]
     options += ["--set", "retention.keep=1", "--set", "retention.grace_hours=0", "--then", "2"]
     code, answer = command(*options)
     assert code == 0
@@ -307,7 +308,15 @@ def test_rollouts_of_several_policies_train_the_newest_and_a_setting_continues_o
     trained = {store.version(parse(row["policy"])).manifest.input("policy").ref
                for row in answer["cells"]}  # fmt: skip
     assert trained == {tested} == {"tiny/policy@1"}
-    assert len(answer["then"]) == 1, "another seed is no other setting"
+    [further] = answer["then"]  # another seed is no other setting
+
+    def rollouts_of(ref: str) -> dict:
+        rollouts = store.version(parse(ref)).manifest.require_input("rollouts").ref
+        return store.version(parse(rollouts)).manifest.config
+
+    assert rollouts_of(further["policy"])["round"] == 4, "behind both rounds that were learned from"
+    measured = [answer["baseline"], answer["then_baseline"], further["evaluation"]]
+    assert [rollouts_of(ref)["samples_per_prompt"] for ref in measured] == [3, 3, 3]
     assert all(store.exists(parse(row["policy"])) for row in answer["cells"]), "no retention"
 
 

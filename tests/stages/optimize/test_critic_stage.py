@@ -299,6 +299,11 @@ def test_from_the_policys_trunk_to_a_model_of_its_own_and_not_back(store, start,
     for name in ("value_loss", "policy_loss", "explained_variance"):
         assert rows[0][name] == pytest.approx(rows[1][name], abs=1e-6)
     assert rows[0]["explained_variance"] != 0.0
+    counts = [
+        {key: count.tolist() for key, count in _critic_of(version, kind).items() if "upd" in key}
+        for version, kind in ((moved, "model"), (stayed, "trunk"))
+    ]
+    assert counts == [{"updates": [1.0]}, {"updates": [4.0]}], "its moments are new"
     with pytest.raises(ConfigError, match="its critic is a model of its own") as caught:
         world.trained(store, moved, made, _config(**STALE))
     assert caught.value.next == 'set optimize.critic = "model"'

@@ -60,6 +60,9 @@ def test_a_stage_that_would_learn_nothing_is_refused(store, policy, made, caplog
     with pytest.raises(ConfigError, match="has taken 4 steps: nothing would be") as caught:
         _run(store, second, made, _config(**fields))
     assert caught.value.next == "raise optimize.total_steps above 4"
+    just_ended = _run(store, first, made, _config(**fields))
+    with pytest.raises(ConfigError, match="has taken 2 steps: nothing would be"):
+        _run(store, just_ended, made, _config(**fields))
 
 
 def test_without_the_state_the_moments_start_anew(store, policy, made):
@@ -163,6 +166,28 @@ def test_the_share_of_cut_answers_counts_each_limit_of_an_episode(store, policy,
     inputs = {"policy": policy, "rollouts": sampled, "rewards": paid}
     numbers = tracking.learned_from(inputs)
     assert numbers["completion_tokens/truncated"] == share
+
+
+def test_means_of_parts_count_the_answers_that_have_a_number(store, policy, tmp_path):
+    """Of two sets of rollouts one has a single answer that is scored."""
+    (tmp_path / "mine.py").write_text(
+        "def first(completion_ids, **_):\n"
+        "    return [None if ids[0] == 9 else ids[0] for ids in completion_ids]\n"
+    )
+    score = {"functions": [{"use": f"{tmp_path}/mine.py:first"}]}
+    inputs = {"policy": policy}
+    for ending, ids in (("", [1, 9, 9, 9]), (".2", [0, 0, 0, 0])):
+        rows = world.rows_of(policy, 1, 4)
+        for row, id in zip(rows, ids, strict=True):
+            row |= {"completion_ids": [id], "old_logprobs": [-1.0]}
+        prompts = world.write_prompts(store, rows)
+        sampled = world.write_rollouts(store, policy, rows, prompts=prompts)
+        inputs[f"rollouts{ending}"] = sampled
+        inputs[f"rewards{ending}"] = store.open(
+            run_here("reward", score, store, rollouts=sampled.ref)
+        )
+    numbers = tracking.learned_from(inputs)
+    assert numbers["reward/parts/first"] == numbers["reward/mean"] == pytest.approx(0.2)
 
 
 def test_trackers_write_where_they_are_told(store, policy, made, tmp_path, monkeypatch, caplog):

@@ -169,6 +169,8 @@ def test_rewards_of_other_rows_are_refused(store, policy, source, tmp_path):
     other = write(tmp_path / "other.jsonl", "How much is {}?")
     with pytest.raises(LineageError, match=r"measured rows of .*rows.jsonl"):
         prompts_of(store, other, 2, scored)
+    with pytest.raises(LineageError, match=r"not the current rows of .*rows.jsonl"):
+        prompts_of(store, source, 2, scored, group_prefix="new-")  # no row has these names
     with pytest.raises(ConfigError, match=r"has no data.curriculum that would use them"):
         prompts_of(store, source, 2, scored, curriculum=None)
 

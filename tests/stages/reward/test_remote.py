@@ -227,8 +227,10 @@ def test_a_repetition_has_the_same_key():
         client = scorer(server.url, batch_rows=1, concurrency=1)
         client.score(batch(2))
         client.score(batch(1, completions=["another"]))
+        scorer(server.url, batch_rows=1, revision="2").score(batch(1))
     keys = [asked.headers["idempotency-key"] for asked in server.asked]
-    assert keys[0] == keys[1] and len(set(keys)) == 3
+    assert keys[0] == keys[1] and len(set(keys)) == 4
+    assert server.asked[-1].body == server.asked[0].body, "what another model behind it is asked"
 
 
 # -- faults that may pass
@@ -382,6 +384,19 @@ def test_a_host_that_rested_is_tried_again_by_one_request():
         time.sleep(0.25)
         assert client.score(batch(8)) == [Part(0.5)] * 8
     assert len(server.asked) - num_before == 8
+
+
+def test_a_host_that_failed_just_too_often_is_tried_again_by_one_request():
+    """Though all could ask it, now that its rest is over."""
+    options = {"breaker_failures": 2, "breaker_seconds": 60, "retries": 1, "concurrency": 8}
+    with FakeServer(lambda asked: reply(b"", 500)) as server:
+        client = scorer(server.url, batch_rows=1, **options)
+        client.score(batch(1))
+        (host,) = client._transport._hosts
+        assert (host.failures, len(server.asked)) == (2, 2)
+        host.rest_until = 0.0
+        assert all(part.error for part in client.score(batch(8)))
+        assert len(server.asked) == 3
 
 
 def test_a_host_that_refuses_a_row_works(caplog):

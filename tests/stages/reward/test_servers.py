@@ -123,6 +123,37 @@ def test_the_fingerprint_is_of_what_decides_the_number():
         assert fingerprint(section(**changed)) != first
 
 
+DECIDING = [
+    ({}, {"dialect": "openrlhf"}),
+    ({}, {"urls": ["http://127.0.0.1:8701"]}),
+    ({}, {"columns": ["answer"]}),
+    ({"dialect": "openrlhf"}, {"label": "answer"}),
+    ({"dialect": "openrlhf"}, {"score_key": "scores"}),
+    ({"dialect": "openrlhf"}, {"reply_template": ""}),
+    ({"dialect": "openrlhf"}, {"prefill": "<think>"}),
+    (JUDGE, {"model": "n"}),
+    (JUDGE, {"range": [0, 2]}),
+    (JUDGE, {"rescale": True}),
+    (JUDGE, {"rubric": "{prompt}"}),
+    (JUDGE, {"score_pattern": "([0-9])"}),
+    (JUDGE, {"message_template": "{content}"}),
+    (JUDGE, {"max_tokens": 9}),
+    (JUDGE, {"arguments": {"temperature": 0}}),
+    ({"dialect": "vllm-score"}, {"use_activation": True}),
+    ({}, {"revision": "2"}),
+]
+
+
+@pytest.mark.parametrize(("options", "changed"), DECIDING)
+def test_each_key_that_decides_the_number_is_in_the_fingerprint(options, changed):
+    assert fingerprint(section(**{**options, **changed})) != fingerprint(section(**options))
+
+
+def test_no_key_that_may_decide_the_number_is_forgotten_here():
+    about = {"name", "weight", "extra", "fingerprint"}
+    assert section().key().keys() - about == {key for _, changed in DECIDING for key in changed}
+
+
 @pytest.mark.parametrize(
     "options",
     [

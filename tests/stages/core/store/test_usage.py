@@ -8,6 +8,8 @@ import time
 import psutil
 import pytest
 
+from quiver.stages.core.store.leases import Leases
+from quiver.stages.core.store.usage import totals_of
 from tests.stages.core.store.test_store import Settings, table, work_on
 
 BURN = "import time\nwhile time.process_time() < {}: pass"
@@ -72,6 +74,26 @@ def test_memory_is_the_largest_that_a_process_held(store):
         subprocess.run([sys.executable, "-c", code], check=True)
 
     assert made(store, work)["peak_memory"] > 600_000_000
+
+
+def test_what_several_processes_used_is_added_up_but_for_peaks_and_the_time_from_the_first(store):
+    """A machine must hold the largest of them; `total` is that of the process that began first."""
+    reports = [
+        {"seconds": {"load": 2.0, "total": 9.0}, "usage": used(3.0, 700, 50)},
+        {"seconds": {"load": 1.0, "wait": 0.5, "total": 4.0}, "usage": used(2.0, 900, 40)},
+    ]
+    lease = Leases(store.storage, "a/logprobs/.work/shared.leases").take("commit")
+    assert totals_of(reports, lease) == {
+        "seconds": {"load": 3.0, "wait": 0.5, "total": 9.0},
+        "usage": used(5.0, 900, 50),
+    }
+    lease.release()
+
+
+def used(processor_seconds: float, memory: int, device_memory: int) -> dict[str, float]:
+    """The usage of one process."""
+    peaks = {"peak_memory": memory, "peak_device_memory": device_memory}
+    return {"processor_seconds": processor_seconds, **peaks}
 
 
 def test_attempts_that_did_not_finish_are_counted(store):
