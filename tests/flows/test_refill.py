@@ -82,6 +82,11 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def store(folder) -> Store:
+    return Store(folder / "store")
+
+
 @pytest.fixture(scope="module")
 def done(folder) -> list[dict]:
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -96,8 +101,7 @@ def contrast_of(store: Store, rewards: str) -> set[str]:
     return {group for group, values in found.items() if len(values) > 1}
 
 
-def test_rounds_follow_until_enough_groups_have_contrast(folder, done):
-    store = Store(folder / "store")
+def test_rounds_follow_until_enough_groups_have_contrast(store, done):
     counts = []
     for iteration in done:
         found = [len(contrast_of(store, each["rewards"])) for each in iteration["rounds"]]
@@ -110,8 +114,7 @@ def test_rounds_follow_until_enough_groups_have_contrast(folder, done):
     assert store.numbers("tiny", "rollouts") == list(range(1, sum(counts) + 1))
 
 
-def test_each_round_asks_the_next_rows(folder, done):
-    store = Store(folder / "store")
+def test_each_round_asks_the_next_rows(store, done):
     rounds = [each for iteration in done for each in iteration["rounds"]]
     assert [each["round"] for each in rounds] == list(range(1, len(rounds) + 1))
     asked = []
@@ -122,8 +125,7 @@ def test_each_round_asks_the_next_rows(folder, done):
     assert len(set(asked)) == len(asked), "no row is asked twice before all were"
 
 
-def test_the_policy_learns_from_the_contrast_of_all_rounds(folder, done):
-    store = Store(folder / "store")
+def test_the_policy_learns_from_the_contrast_of_all_rounds(store, done):
     for number, iteration in enumerate(done):
         before = f"tiny/policy@{number}"
         policy = store.open(iteration["policy"]).manifest
@@ -143,9 +145,8 @@ def test_the_policy_learns_from_the_contrast_of_all_rounds(folder, done):
         assert {row["drop_reason"] for row in table} == {None, "zero_variance"}
 
 
-def test_again_and_further(folder, done, monkeypatch):
+def test_again_and_further(store, folder, done, monkeypatch):
     """What is finished is found; one more iteration begins with the next round."""
-    store = Store(folder / "store")
     stages = Stages()
     again = improve(monkeypatch, folder, stages=stages)
     assert stages.num_made == 0
@@ -172,20 +173,19 @@ def test_an_undisturbed_run_makes_the_same(folder, done, tmp_path, monkeypatch):
         assert one.open(ref).manifest.content_hash == two.open(ref).manifest.content_hash
 
 
-def test_with_overlap_all_rounds_of_an_iteration_are_one_policy_behind(folder, done, monkeypatch):
+def test_with_overlap_all_rounds_of_an_iteration_are_one_policy_behind(
+    store, folder, done, monkeypatch
+):
     behind = improve(monkeypatch, folder, "overlap=1", "optimize.max_staleness=1", "run=behind")
     rounds = [each for iteration in behind for each in iteration["rounds"]]
     assert [each["round"] for each in rounds] == list(range(1, len(rounds) + 1))
-    store = Store(folder / "store")
     manifests = [store.open(each["rollouts"]).manifest for each in rounds]
     assert {manifest.model("policy").ref for manifest in manifests} == {"behind/policy@0"}
 
 
-def test_replay_takes_all_rounds_and_the_report_tells_them_apart(folder, done, monkeypatch):
-    replayed = improve(
-        monkeypatch, folder, "optimize.replay=1", "optimize.max_staleness=1", "run=replayed"
-    )
-    store = Store(folder / "store")
+def test_replay_takes_all_rounds_and_the_report_tells_them_apart(store, folder, done, monkeypatch):
+    settings = ("optimize.replay=1", "optimize.max_staleness=1", "run=replayed")
+    replayed = improve(monkeypatch, folder, *settings)
     policy = store.open(replayed[1]["policy"]).manifest
     rounds = [each["rollouts"] for iteration in replayed[::-1] for each in iteration["rounds"]]
     entries = [entry for entry in policy.inputs if entry.role.startswith("rollouts")]
@@ -210,8 +210,7 @@ def test_a_night_goes_on_behind_the_last_round_of_a_decided_one(folder, done, mo
     assert iterations[0]["rounds"][0]["round"] == 6
 
 
-def test_page_and_report_tell_of_the_rounds(folder, done):
-    store = Store(folder / "store")
+def test_page_and_report_tell_of_the_rounds(store, done):
     gathered = gather(store, "tiny")
     report = render(store, gathered)
     table = page("tiny", done, None)["markdown"]
