@@ -4,7 +4,6 @@ file; seeds and splits differ."""
 import contextlib
 import json
 import os
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -20,14 +19,7 @@ from quiver.stages.core.config import parse
 from quiver.stages.core.names_elsewhere import KEYS
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.optimize.stage import Config as OptimizeConfig
-from tests.flows.conftest import RECIPE, command_line
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    path = tmp_path / "recipe.toml"
-    path.write_text(RECIPE)
-    return path
+from tests.flows.conftest import RECIPE, called
 
 
 @pytest.mark.parametrize(
@@ -306,25 +298,15 @@ def test_errors_on_the_command_line(recipe, tmp_path, command, monkeypatch):
         assert (code, error["code"] == "E-CONFIG") == (expected, code == 2), words
         whole = f"{error['object']}: {error['message']} {error['next']}"
         assert error["next"] and all(text in whole for text in told), words
-    done = subprocess.run(
-        [*command_line(), "ls", "--store", str(tmp_path / "x")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = called(tmp_path, "ls", "--store", str(tmp_path / "x"))
     assert done.returncode == 2 and done.stdout == ""
     first, _, advice, *_ = done.stderr.splitlines()
     assert first.startswith("E-CONFIG store ") and advice.startswith("Next: ")
     assert "Traceback" not in done.stderr
 
 
-def test_what_there_is(command):
-    done = subprocess.run(
-        [*command_line(), "algorithms"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def test_what_there_is(tmp_path, command):
+    done = called(tmp_path, "algorithms")
     assert "clip_low: 0.2 · clip_high: 0.28" in done.stdout, "dapo's defaults, for a person too"
     algorithms, rewards, engines = (
         command(each)[1] for each in ("algorithms", "rewards", "engines")

@@ -2,7 +2,6 @@
 chosen by their rewards. Which rows each round asks, what is learned from, and that a run that was
 stopped continues to the same end."""
 
-import json
 from collections import defaultdict
 
 import pyarrow as pa
@@ -26,7 +25,7 @@ from quiver.stages.reward.measures import groups
 from tests.flows.conftest import QUICK, RECIPE
 from tests.flows.stages_here import Stages
 from tests.tiny import make_folder
-from tests.writing import run_here
+from tests.writing import run_here, write_lines
 
 ROWS = 24
 CONTRAST = '''
@@ -53,7 +52,7 @@ def write(folder):
         make_folder(folder / "model")
     (folder / "recipe.toml").write_text(RECIPE)
     rows = [{"question": f"What is {a} plus 5?", "answer": a} for a in range(ROWS)]
-    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "questions.jsonl", rows)
     (folder / "rewards.py").write_text(CONTRAST)
     return folder
 
@@ -246,21 +245,19 @@ def test_a_run_without_it_has_the_rounds_of_before(folder, done, monkeypatch):
         (["data.refill={max_rounds=2}"], "data.refill.groups is missing"),
     ],
 )
-def test_what_could_never_be_filled_up_is_refused(tmp_path, settings, said):
-    (tmp_path / "recipe.toml").write_text(RECIPE)
+def test_what_could_never_be_filled_up_is_refused(recipe, settings, said):
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path / "recipe.toml", ["data.held_out=null", REFILL, *settings])
+        load(recipe, ["data.held_out=null", REFILL, *settings])
     assert said in caught.value.message
 
 
-def test_groups_without_contrast_are_left_out_unless_the_recipe_says_otherwise(tmp_path):
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    path = tmp_path / "recipe.toml"
-    assert load(path).optimize_config().drop_zero_variance is None
-    assert load(path, SETTINGS).optimize_config().drop_zero_variance is True
-    kept = load(path, [*SETTINGS, "optimize.drop_zero_variance=false"])
+def test_groups_without_contrast_are_left_out_unless_the_recipe_says_otherwise(recipe):
+    plain, filled = load(recipe), load(recipe, SETTINGS)
+    assert plain.optimize_config().drop_zero_variance is None
+    assert filled.optimize_config().drop_zero_variance is True
+    kept = load(recipe, [*SETTINGS, "optimize.drop_zero_variance=false"])
     assert kept.optimize_config().drop_zero_variance is False
-    assert load(path, SETTINGS).prompt_config(3).key() == load(path).prompt_config(3).key()
+    assert filled.prompt_config(3).key() == plain.prompt_config(3).key()
 
 
 def test_groups_with_contrast_are_those_whose_scored_rewards_differ():
@@ -350,10 +347,9 @@ def test_what_prompts_were_chosen_by_stays_without_what_was_scored(
     assert rewards_of(store, further[0]["prompts"]) == measured
 
 
-def test_held_out_rows_are_not_chosen(tmp_path):
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    recipe = load(tmp_path / "recipe.toml", [CHOSEN[0]])
-    assert recipe.prompt_config(1).curriculum.high == 0.8
-    assert recipe.prompt_config(0, evaluation=True).curriculum is None
+def test_held_out_rows_are_not_chosen(recipe):
+    loaded = load(recipe, [CHOSEN[0]])
+    assert loaded.prompt_config(1).curriculum.high == 0.8
+    assert loaded.prompt_config(0, evaluation=True).curriculum is None
     with pytest.raises(ConfigError, match=r"data\.curriculum: low 0\.9 is above high 0\.8"):
-        load(tmp_path / "recipe.toml", ["data.curriculum={low=0.9,high=0.8,iterations=1}"])
+        load(recipe, ["data.curriculum={low=0.9,high=0.8,iterations=1}"])

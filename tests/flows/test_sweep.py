@@ -2,7 +2,6 @@
 
 import csv
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -31,9 +30,9 @@ from quiver.stages.core.store.listing import is_of_sweep
 from quiver.stages.core.store.storage import with_checksum
 from quiver.stages.evaluate.comparison import compare
 from quiver.stages.evaluate.statistics import holm
-from tests.flows.conftest import QUICK, stay_here, write_recipe
+from tests.flows.conftest import QUICK, options, stay_here, write_recipe
 from tests.flows.test_report import Page
-from tests.writing import run_here, run_iteration
+from tests.writing import run_here, run_iteration, write_lines
 
 SWEEP = """
 [sweep]
@@ -45,13 +44,7 @@ reward = [
 ]
 "optimize.learning_rate" = [1e-3, 1e-2]
 """
-
-
-def words_of(settings: list[str]) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
-
-
-FAST = words_of(QUICK)
+FAST = options(QUICK)
 LOW = """
 def share(completion_ids, **_):
     return [sum(t < 160 for t in ids) / len(ids) for ids in completion_ids]
@@ -317,7 +310,7 @@ def test_rollouts_of_several_policies_train_the_newest_and_a_setting_continues_o
         "sweep.over={'optimize.learning_rate'=[1e-3]}",
         "retention={keep=1, grace_hours=0}",
     ]
-    answer = swept("mixed", *FAST, *words_of(settings), "--seeds", "2", "--then", "2")
+    answer = swept("mixed", *FAST, *options(settings), "--seeds", "2", "--then", "2")
     tested = store.version(parse(answer["baseline"])).manifest.require_model("policy").ref
     cells = [store.version(parse(row["policy"])).manifest for row in answer["cells"]]
     trained = {manifest.input("policy").ref for manifest in cells}
@@ -328,8 +321,8 @@ def test_rollouts_of_several_policies_train_the_newest_and_a_setting_continues_o
 
 def test_cells_without_rollouts_are_whole_runs_under_names_of_their_own(made, swept):
     settings = ["sweep.rollouts=null", "sweep.over={}", "iterations=1"]
-    options = ["whole", *FAST, *words_of(settings), "--over", "optimize.algorithm=grpo,rloo"]
-    cells = swept(*options)["cells"]
+    words = ["whole", *FAST, *options(settings), "--over", "optimize.algorithm=grpo,rloo"]
+    cells = swept(*words)["cells"]
     store = Store("store")
     policies = [store.open(row["policy"]).manifest for row in cells]
     runs, notes = ({getattr(each, name) for each in policies} for name in ("run", "note"))
@@ -338,7 +331,7 @@ def test_cells_without_rollouts_are_whole_runs_under_names_of_their_own(made, sw
     assert {each.config["algorithm"] for each in policies} == {"grpo", "rloo"}
     assert {store.open(row["evaluation"]).ref.run for row in cells} == {"whole"}
     made.clear()
-    assert swept(*options) and made == []
+    assert swept(*words) and made == []
 
 
 def test_a_process_serves_all_cells(folder, monkeypatch, command):
@@ -382,14 +375,14 @@ def test_over_is_read_as_a_recipe_is(folder, monkeypatch, command, capsys):
 def held_out(num_rows: int) -> str:
     """The setting of a file with so many held-out questions."""
     rows = [{"question": f"What is {n} plus 5?", "answer": n} for n in range(num_rows)]
-    Path(f"{num_rows}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(f"{num_rows}.jsonl", rows)
     return f"data.held_out={{source='{num_rows}.jsonl'}}"
 
 
 def test_trained_cells_are_estimated_from_the_rollouts_of_the_first_measurement(swept):
     settings = [held_out(40), "sweep.over.reward=[{}]"]
-    options = ["estimated", *words_of(settings), "--over", "optimize.learning_rate=1e-4,0.5"]
-    answer = swept(*options, "--estimate")
+    words = ["estimated", *options(settings), "--over", "optimize.learning_rate=1e-4,0.5"]
+    answer = swept(*words, "--estimate")
     assert {row["error"] for row in answer["cells"]} == {None}
     small, large = sorted(answer["cells"], key=lambda row: row["cell"])
     recipe = load("recipe.toml", ["run=estimated"])
@@ -399,15 +392,15 @@ def test_trained_cells_are_estimated_from_the_rollouts_of_the_first_measurement(
     assert abs(small["estimate"]["estimate"] - small["score"]) < 0.1
     assert large["estimate"]["refused"], "it moved too far"
     assert large["evaluation"], "and so is measured"
-    assert swept(*options, "--show")["cells"] == answer["cells"]
+    assert swept(*words, "--show")["cells"] == answer["cells"]
 
 
 def test_cells_that_cannot_be_estimated_are_measured(swept, caplog):
     """The base policy's held-out answers are greedy, which an estimate cannot weigh."""
     greedy = "evaluate.generate={samples_per_prompt=1,sampling={temperature=0}}"
-    options = words_of([held_out(3), "sweep.over.reward=[{}]", greedy])
+    settings = [held_out(3), "sweep.over.reward=[{}]", greedy]
     over = ("--over", "optimize.learning_rate=1e-4,1e-3")
-    cells = swept("greedy", *options, *over, "--estimate")["cells"]
+    cells = swept("greedy", *options(settings), *over, "--estimate")["cells"]
     assert all(row["evaluation"] and not row["error"] for row in cells)
     assert "nothing is estimated, so each cell is measured" in caplog.text
     assert "its rollouts were sampled with temperature = 0" in caplog.text
