@@ -28,7 +28,7 @@ from tests.flows.conftest import write_recipe
 from tests.stages.model.chat.test_control_tokens import mistral
 from tests.stages.optimize.test_critic_from import make_classifier
 from tests.tiny import EOS, make_folder, tokenizer
-from tests.writing import run_here
+from tests.writing import run_here, write_lines
 
 REWARDS = """
 import random
@@ -84,7 +84,7 @@ def warnings(*settings: str) -> list[str]:
 
 
 def write_rows(rows: list[dict], name: str = "questions.jsonl") -> None:
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(name, rows)
 
 
 def rewarded(use: str, *more: str) -> str:

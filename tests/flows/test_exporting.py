@@ -29,7 +29,7 @@ from quiver.stages.model.loading import load_model
 from tests import episodes, exported
 from tests.stages.optimize import world
 from tests.tiny import EOS, make_policy, tokenizer
-from tests.writing import run_here
+from tests.writing import run_here, write_lines
 
 ASSISTANT = {name: [{"role": "assistant", "content": name}] for name in ("12", "no", "3", "four", "it is 3")}  # fmt: skip
 
@@ -260,7 +260,7 @@ def test_verl_gets_the_run_for_a_missing_data_source(store, tmp_path, monkeypatc
         for number, source in enumerate([None, "gsm8k"])
     ]
     path = tmp_path / "lines.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(path, lines)
     take_back(store, path, policy, "tiny")
     verl = tmp_path / "verl.parquet"
     save(store, "tiny/rollouts@1", verl, "verl", parquet=True)
@@ -380,7 +380,7 @@ def test_an_imported_copy_pairs_with_its_original(store, tmp_path, has_messages)
     save(store, made.rewards.ref, path, "trajectories")
     if not has_messages:
         lines = [{**line, "messages": None} for line in rows_of(path)]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(path, lines)
     take_back(store, path, made.policy, "copy")
     paired = pair(store, str(made.rewards.ref), "copy/rewards@1")
     assert paired.places.tolist() == list(range(len(made.rewards.table())))

@@ -23,7 +23,7 @@ from quiver.stages.model.loading import load_model
 from tests import episodes
 from tests.stages.optimize import world
 from tests.tiny import make_folder, make_policy, tokenizer
-from tests.writing import run_here
+from tests.writing import run_here, write_lines
 
 RECIPE = """
 run = "tiny"
@@ -75,14 +75,10 @@ def lines_of(rows: list[dict], *, turns: bool) -> list[dict]:
 FILE = Path("trajectories.jsonl")
 
 
-def write(lines: list[dict]) -> None:
-    FILE.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def take_over(lines: list[dict] | None = None, policy="tiny/policy@0", **options) -> None:
     """The command, in this process: on these lines, or on what is in the file."""
     if lines:
-        write(lines)
+        write_lines(FILE, lines)
     commands.import_(FILE, policy, store="store", **options)
 
 
@@ -113,7 +109,7 @@ def test_honest_episodes_are_trained_on(store, command):
     """rollouts/2 and rewards/2, row by row what the lines say; the audit finds rounding alone."""
     rows = sampled(store)
     lines = lines_of(rows, turns=True)
-    write(lines)
+    write_lines(FILE, lines)
     named = ("trajectories.jsonl", "--policy", "tiny/policy@0", "--store", "store")
     code, made = command("import", *named)
     assert code == 0
