@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.run.stage import Plan
@@ -63,6 +65,11 @@ def begin(
     )
     with open_staging(plan, force=force, share=share) as staging:
         yield OpenWriter(staging)
+
+
+def write_lines(path: Path | str, rows: Iterable[dict]) -> None:
+    """A JSONL file."""
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def run_here(stage: str, config, store, **options):

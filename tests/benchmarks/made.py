@@ -160,6 +160,20 @@ def rollouts_table(
     return pa.table(columns).cast(rollouts.SCHEMA)
 
 
+def write_rollouts(
+    store: Store,
+    asked: Version,
+    table: pa.Table,
+    texts: list[str] | None = None,
+    models: tuple = (),
+) -> Version:
+    """`table` as rollouts on the prompts `asked`; `texts`: of the completions."""
+    if texts:
+        place = table.column_names.index("completion_text")
+        table = table.set_column(place, "completion_text", pa.array(texts))
+    return write_version(store, "rollouts", "generate", table, {"prompts": asked}, models)
+
+
 def make_rewards(store: Store, made: Version) -> Version:
     """Random rewards for the rollouts `made`."""
     table = made.table(["rollout_id", "group_id"]).combine_chunks()

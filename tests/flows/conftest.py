@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from quiver.flows.cli import shared
 from quiver.flows.cli.next_step import Called
 from quiver.stages.core.run import runner
 from tests.tiny import make_folder
+from tests.writing import write_lines
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -72,7 +73,7 @@ def write_recipe(folder: Path) -> Path:
     shutil.copytree(_first_home(), folder / "prefect")
     for name, numbers in (("questions", range(8)), ("held_out", range(8, 12))):
         rows = [{"question": f"What is {a} plus 5?", "answer": a + 5} for a in numbers]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(folder / f"{name}.jsonl", rows)
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "recipe.toml").write_text(RECIPE)
     return folder
@@ -134,13 +135,28 @@ def own_home(folder: Path) -> dict[str, str]:
     }
 
 
+def called(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command line that ran in `folder`."""
+    has_server = "PREFECT_API_URL" in environment
+    env = {**(own_home if has_server else command_environment)(folder), **environment}
+    command = [*command_line(), *words]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+
+
+def started(folder: Path, *words: str, until: Callable, **options) -> subprocess.Popen:
+    """A command line that is running in `folder` when `until` comes about."""
+    options = {"cwd": folder, "env": command_environment(folder), **options}
+    running = subprocess.Popen([*command_line(), *words], **options)
+    while not until():
+        assert running.poll() is None, "it ended before it could be stopped"
+        time.sleep(0.02)
+    return running
+
+
 def quiver(folder: Path, *arguments: str, code: int = 0, **environment: str) -> dict:
     """Run the command line in `folder` with --json; its exit code must be `code`. Returns the JSON
     object of stdout."""
-    command = [*command_line(), *arguments, "--json"]
-    has_server = "PREFECT_API_URL" in environment
-    env = {**(own_home if has_server else command_environment)(folder), **environment}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    done = called(folder, *arguments, "--json", **environment)
     lines = done.stdout.splitlines()
     assert len(lines) == 1, (
         f"exit code {done.returncode}, stdout is not one line: {done.stdout}\n{done.stderr}"
@@ -148,6 +164,11 @@ def quiver(folder: Path, *arguments: str, code: int = 0, **environment: str) -> 
     answer = json.loads(lines[0])
     assert done.returncode == code, f"exit code {done.returncode}: {answer}"
     return answer
+
+
+def options(settings: Iterable[str]) -> list[str]:
+    """The words of a command that set these."""
+    return [word for setting in settings for word in ("--set", setting)]
 
 
 def free_port() -> int:
@@ -188,6 +209,14 @@ def processes(folder: Path) -> list[str]:
         except OSError:
             continue
     return found
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    """The recipe alone, in the test's own folder."""
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return path
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """`quiver bisect`: policies whose templates decide what the scripted engine echoes."""
 
-import json
 import shutil
 
 import pytest
@@ -18,7 +17,7 @@ from quiver.stages.core.store.listing import EXPIRED
 from tests.flows.conftest import stay_here
 from tests.stages.core.store.test_store import Settings
 from tests.tiny import make_policy
-from tests.writing import begin
+from tests.writing import begin, write_lines
 
 RECIPE = """
 run = "line"
@@ -50,7 +49,7 @@ def original(tmp_path_factory):
     """The recipe of line/policy@0 to policy@8. From policy@5 on, all answers but one are worse."""
     tmp_path = tmp_path_factory.mktemp("line")
     rows = [{"question": f"What is {number}?", "number": number} for number in range(8)]
-    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(tmp_path / "held_out.jsonl", rows)
     (tmp_path / "questions.jsonl").write_text('{"question": "What?", "number": 1}')
     (tmp_path / "rewards.py").write_text(REWARD)
     (tmp_path / "recipe.toml").write_text(RECIPE)

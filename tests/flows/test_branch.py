@@ -153,8 +153,7 @@ def test_an_environment_that_comes_to_another_place_is_told(saved, tmp_path, bef
     assert {difference.turn for difference in report.differences} >= {None}
 
 
-def test_what_was_called_stands_in_messages_and_turns(tmp_path):
-    store = Store(tmp_path / "store")
+def test_what_was_called_stands_in_messages_and_turns(store, tmp_path):
     (tmp_path / "counter.py").write_text(CALLED)
     turns = Turns(environment=f"{tmp_path}/counter.py:Counter", processes=1)
     said = [f"I add.{CALL}{CALL}", "<tool_call>{}</tool_call>", CALL, "It is done."]
@@ -177,8 +176,7 @@ def test_what_was_called_stands_in_messages_and_turns(tmp_path):
     assert [m["tool_call_id"] for m in row["messages"][2:4]] == [each["id"] for each in saved_calls]
 
 
-def test_a_rewritten_history_is_read_from_where_it_begins(tmp_path):
-    store = Store(tmp_path / "store")
+def test_a_rewritten_history_is_read_from_where_it_begins(store):
     policy = make_policy(store)
     rows = episodes.sample(
         load_model(policy, dtype=torch.float32), episodes.prompts(6), 2, most_turns=4
@@ -221,9 +219,8 @@ def with_counts(sequences):
         before += len(places)
 
 
-def test_failed_episodes_are_left_out(tmp_path):
+def test_failed_episodes_are_left_out(store, tmp_path):
     """Their rewards are unknown, so no environment could repeat them."""
-    store = Store(tmp_path / "store")
     turns = Turns(environment=write_guess(tmp_path), max_turns=3, processes=1)
 
     def say(group: str, sample: int, turn: int) -> str:

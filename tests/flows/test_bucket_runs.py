@@ -21,7 +21,14 @@ from quiver.stages.core.store.writer import ROWS_PER_SHARD
 from tests.benchmarks.made import make_prompts, make_rollouts
 from tests.buckets import two_providers
 from tests.faults.proxy import Proxy
-from tests.flows.conftest import QUICK, command_environment, quiver, stay_here, write_recipe
+from tests.flows.conftest import (
+    QUICK,
+    command_environment,
+    options,
+    quiver,
+    stay_here,
+    write_recipe,
+)
 from tests.flows.test_pages import shown
 from tests.stages.core.store.histories import make_policy
 from tests.warm import REAL_PYTHON
@@ -53,7 +60,7 @@ def place(s3_server, tmp_path_factory) -> Iterator[Place]:
 
 def settings(*more: str) -> list[str]:
     shortest = (*QUICK, "data.held_out=null", "iterations=1")
-    return [part for setting in (*shortest, *more) for part in ("--set", setting)]
+    return options((*shortest, *more))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from quiver.flows.preflight import preflight
 from quiver.flows.recipe import load
 from quiver.flows.rerun import rerun
 from quiver.schemas.errors import ConfigError, ConflictError, LineageError
-from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 from quiver.stages.evaluate.config import IS_THE_SUM
 from quiver.stages.prompt.columns import plain_table, to_table
@@ -29,6 +28,7 @@ from tests.flows.conftest import write_recipe
 from tests.stages.model.chat.test_control_tokens import mistral
 from tests.stages.optimize.test_critic_from import make_classifier
 from tests.tiny import EOS, make_folder, tokenizer
+from tests.writing import run_here, write_lines
 
 REWARDS = """
 import random
@@ -54,7 +54,9 @@ def exact(completions, answer):
 def strict(completions, *, answer, level):
     return [float(answer[0] == 5)] * len(completions)
 """
-EVENNESS = "rewards.py:evenness"
+ALONE = "data.held_out=null"
+WHOLE = (ALONE, "data.limit=null")
+"""All rows of the training data, and no others."""
 
 
 @pytest.fixture(scope="module")
@@ -77,21 +79,35 @@ def check(*settings: str, **asked: bool) -> Looked:
     return look(load("recipe.toml", settings), Path("recipe.toml"), **asked)
 
 
+def warnings(*settings: str) -> list[str]:
+    return check(*settings).answer["warnings"]
+
+
 def write_rows(rows: list[dict], name: str = "questions.jsonl") -> None:
-    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(name, rows)
 
 
-def rewarded(use: str) -> str:
-    return f"reward.functions=[{{use={use!r}}}]"
+def rewarded(use: str, *more: str) -> str:
+    """The setting of one reward function."""
+    return f"reward.functions=[{{{', '.join([f'use={use!r}', *more])}}}]"
+
+
+def asks(*answers) -> list[dict]:
+    """A row with a question of its own for each of these answers."""
+    return [{"question": f"{n}?", "answer": answer} for n, answer in enumerate(answers)]
+
+
+def import_base(recipe, store=None) -> str:
+    """What a run does first; in its own store unless another is given."""
+    return run_here("policy", recipe.policy, store or recipe.store, into=recipe.run)
 
 
 def prompts_of_a_run(*settings: str):
     """The version of prompts that the first iteration of a run makes."""
     recipe = load("recipe.toml", settings).resolved()
     store = Store("elsewhere")
-    policy = run_stage("policy", recipe.policy, store, into=recipe.run, in_process=True)
-    config = recipe.prompt_config(1)
-    return store.open(run_stage("prompt", config, store, policy=policy, in_process=True))
+    policy = import_base(recipe, store)
+    return store.open(run_here("prompt", recipe.prompt_config(1), store, policy=policy))
 
 
 # -- what the first rows become
@@ -144,7 +160,7 @@ def test_control_tokens_stand_in_brackets_with_the_space_behind_them():
 def test_errors_are_those_of_a_run(folder, rows, settings):
     (folder / "broken.jinja").write_text("{{ raise_exception('no') }}")
     write_rows([{**row, "answer": 1} for row in rows])
-    settings = [*settings, "data.limit=null", "data.held_out=null"]
+    settings = [*settings, *WHOLE]
     with pytest.raises(ConfigError) as of_run:
         prompts_of_a_run(*settings)
     with pytest.raises(ConfigError) as of_check:
@@ -156,7 +172,7 @@ def test_errors_are_those_of_a_run(folder, rows, settings):
     ("settings", "problem"),
     [
         (
-            ["generate.max_model_len=22", "data.held_out=null"],
+            ["generate.max_model_len=22", ALONE],
             "data 000001: 4 of 4 prompts leave no room: .* the context of 22",
         ),
         (
@@ -179,19 +195,16 @@ def test_rows_that_no_iteration_takes_are_not_looked_at(folder):
     left_out = next(row for row in range(8) if f"{row:06d}" not in taken)
     rows[left_out]["question"] = "one " * 400
     write_rows(rows)
-    alone = "data.held_out=null"
-    assert check("iterations=1", alone).answer["prompts"]["data"]["looked_at"] == 4
+    assert check("iterations=1", ALONE).answer["prompts"]["data"]["looked_at"] == 4
     with pytest.raises(ConfigError, match=f"prompt {left_out:06d} .*the prompt has 4"):
-        check("iterations=2", alone)
+        check("iterations=2", ALONE)
 
 
 def test_prompts_that_are_too_long_are_counted(folder):
-    rows = [{"question": "one " * length, "answer": 1} for length in (3, 300, 5, 400, 7)]
-    write_rows(rows)
-    settings = ["data.limit=null", "data.held_out=null"]
+    write_rows([{"question": "one " * length, "answer": 1} for length in (3, 300, 5, 400, 7)])
     with pytest.raises(ConfigError, match=r"prompt 000001 \(row 2"):
-        check(*settings)
-    looked = check(*settings, "prompt.overlong='drop'")
+        check(*WHOLE)
+    looked = check(*WHOLE, "prompt.overlong='drop'")
     assert looked.answer["prompts"]["data"]["dropped"] == 2
     assert looked.answer["warnings"] == [
         "2 of the first 5 prompts of data are left out: they have more than 250 tokens"
@@ -202,7 +215,7 @@ def test_prompts_that_are_too_long_are_counted(folder):
 def test_of_many_rows_the_first_ones_are_looked_at(folder, monkeypatch):
     monkeypatch.setattr("quiver.flows.first_rows.ROWS", 3)
     told = "data: prompts of 19 to 19 tokens, median 19, in the first 3 of 8 rows; 250 are allowed"
-    assert told in check("data.held_out=null").lines
+    assert told in check(ALONE).lines
 
 
 def test_what_a_template_does_with_tools_is_told_once_and_in_the_answer(folder):
@@ -218,19 +231,18 @@ def test_what_a_template_does_with_tools_is_told_once_and_in_the_answer(folder):
 
 def test_pictures_are_decoded_and_read(folder):
     sight.make_folder(folder / "seeing", "llava")
-    rows = [{"question": "What is it?", "answer": 1, "picture": f"{n}.png"} for n in range(2)]
-    write_rows(rows)
+    write_rows([{"question": "?", "answer": 1, "picture": f"{n}.png"} for n in range(2)])
     for number in range(2):
         (folder / f"{number}.png").write_bytes(sight.png(number))
-    settings = ["policy.model='seeing'", "data.images='picture'", "data.held_out=null"]
-    looked = check(*settings, "data.limit=null", is_shown=True, is_tried=True)
+    settings = ["policy.model='seeing'", "data.images='picture'", *WHOLE]
+    looked = check(*settings, is_shown=True, is_tried=True)
     assert looked.error is None
     assert [each for each in looked.answer["warnings"] if "pays more" not in each] == []
     assert looked.answer["prompts"]["data"]["looked_at"] == 2
     assert looked.answer["first_prompt"]["text"].count("⟦<image>⟧") == 16
     (folder / "1.png").write_bytes(b"no picture")
     with pytest.raises(ConfigError, match=r"row 2 .*picture 1"):
-        check(*settings, "data.limit=null")
+        check(*settings)
 
 
 # -- a base model that is made
@@ -259,7 +271,7 @@ def test_a_function_that_makes_the_base_model_is_called_when_it_is_asked_for(fol
     assert check(made, is_shown=True).answer["first_prompt"]["tokens"] == 19
     Path("called").unlink()
     recipe = load("recipe.toml", [made]).resolved()
-    run_stage("policy", recipe.policy, recipe.store, into=recipe.run, in_process=True)
+    import_base(recipe)
     Path("called").unlink()
     looked = check(made)
     assert looked.answer["prompts"]["data"]["looked_at"] == 8, "that of the store is read"
@@ -281,64 +293,56 @@ def test_it_is_told_before_a_function_makes_the_base_model(folder, caplog):
 def test_a_first_iteration_of_another_recipe_is_told_with_the_keys_that_differ(folder):
     Path("rows").mkdir()
     Path("questions.jsonl").rename("rows/questions.jsonl")
-    here = ["data.source='rows/questions.jsonl'", "data.held_out=null"]
+    here = ["data.source='rows/questions.jsonl'", ALONE]
     recipe = load("recipe.toml", here).resolved()
-
-    def made(stage, config, **refs):
-        return run_stage(stage, config, recipe.store, **refs, in_process=True)
-
-    policy = made("policy", recipe.policy, into=recipe.run)
-    prompts = made("prompt", recipe.prompt_config(1), policy=policy)
-    rollouts = made("generate", recipe.generate_config(1), prompts=prompts, policy=policy)
-    made("reward", recipe.reward, rollouts=rollouts)
-    finished = {
+    store, policy = recipe.store, import_base(recipe)
+    prompts = run_here("prompt", recipe.prompt_config(1), store, policy=policy)
+    asked = {"prompts": prompts, "policy": policy}
+    rollouts = run_here("generate", recipe.generate_config(1), store, **asked)
+    run_here("reward", recipe.reward, store, rollouts=rollouts)
+    made = {
         "policy": "tiny/policy@0",
         "prompt": "tiny/prompts@1",
         "generate": "tiny/rollouts@1",
         "reward": "tiny/rewards@1",
     }
     same = check(*here).answer
-    assert (same["finished"], same["warnings"]) == (finished, [])
+    assert (same["finished"], same["warnings"]) == (made, [])
     beside = (
         "The run adds its own versions to these; to keep them apart, give the run another name: "
         "--set run=NAME"
     )
-    one = "{use='rewards.py:evenness', weight=2, timeout_seconds=9}"
-    heavy = f"reward.functions=[{one}]"
-    other = f"reward.functions=[{one}, {{use='length', arguments={{target=3}}}}]"
-    for ref, changes, *settings in (
+    heavy = "{use='rewards.py:evenness', weight=2, timeout_seconds=9}"
+    for stage, settings, changes in (
         (
-            "tiny/rollouts@1",
+            "generate",
+            ["generate.sampling.temperature=0.5"],
             ["sampling.temperature was 1.0 and is 0.5"],
-            "generate.sampling.temperature=0.5",
         ),
         (
-            "tiny/prompts@1",
+            "prompt",
+            ["seed=8", "data.limit=2"],
             ["limit was 4 and is 2", "seed was 7 and is 8"],
-            "seed=8",
-            "data.limit=2",
         ),
-        ("tiny/prompts@1", ["system was not set and is Be short."], "prompt.system='Be short.'"),
         (
-            "tiny/prompts@1",
+            "prompt",
+            [f"prompt.system={'Be short. ' * 12!r}"],
             [f"system was not set and is {('Be short. ' * 6).strip()}…"],
-            f"prompt.system={'Be short. ' * 12!r}",
         ),
-        ("tiny/rewards@1", ["functions.0.weight was 1.0 and is 2.0"], heavy),
         (
-            "tiny/rewards@1",
+            "reward",
+            [f"reward.functions=[{heavy}, {{use='length', arguments={{target=3}}}}]"],
             [
                 "functions.0.weight was 1.0 and is 2.0",
                 "functions.1 was not set and is "
                 "{'name': 'length', 'weight': 1.0, 'extra': False, 'fingerpr…",
             ],
-            other,
         ),
     ):
-        told = f"run tiny has {ref}, made with other settings than this recipe's. {beside}"
+        told = f"run tiny has {made[stage]}, made with other settings than this recipe's. {beside}"
         lines = [told, *(f"  {change}" for change in changes)]
-        assert check(*here, *settings).answer["warnings"] == ["\n".join(lines)]
-    assert check(*here, "run='fresh'", "seed=8").answer["warnings"] == []
+        assert warnings(*here, *settings) == ["\n".join(lines)]
+    assert warnings(*here, "run='fresh'", "seed=8") == []
 
 
 def test_a_key_that_the_first_iteration_had_and_the_recipe_has_not_is_told(folder):
@@ -347,11 +351,10 @@ def test_a_key_that_the_first_iteration_had_and_the_recipe_has_not_is_told(folde
         "prompt.template_arguments.a=1",
     ]
     before = load("recipe.toml", settings).resolved()
-    policy = run_stage("policy", before.policy, before.store, into=before.run, in_process=True)
+    policy = import_base(before)
     for iteration in (1, 2):
-        config = before.prompt_config(iteration)
-        run_stage("prompt", config, before.store, policy=policy, in_process=True)
-    (told,) = check("data.held_out=null").answer["warnings"]
+        run_here("prompt", before.prompt_config(iteration), before.store, policy=policy)
+    (told,) = warnings(ALONE)
     assert told.startswith("run tiny has tiny/prompts@1, made with other settings")
     assert told.splitlines()[1:] == [
         "  template_arguments.a was 1 and is not set",
@@ -412,9 +415,8 @@ def test_a_reference_with_other_tokens_is_refused_as_the_run_refuses_it(folder):
     first, second = sorted(vocabulary, key=vocabulary.get)[10:12]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     path.write_text(json.dumps(about))
-    make = partial(run_stage, "policy", store=Store("store"), in_process=True)
-    make({"model": str(folder / "other")}, into="teacher")
-    make({"model": str(folder / "model")}, into="twin")
+    for model, run in (("other", "teacher"), ("model", "twin")):
+        run_here("policy", {"model": str(folder / model)}, Store("store"), into=run)
     settings = ["run=taught", "optimize.kl_coef=0.05"]
     problem = "teacher/policy@0: its tokenizer is another than taught/policy@0"
     refused_before_prompts(problem, *settings, "reference.policy=teacher/policy@0")
@@ -424,14 +426,14 @@ def test_a_reference_with_other_tokens_is_refused_as_the_run_refuses_it(folder):
 
 def test_another_base_model_is_refused_as_the_run_refuses_it(folder):
     recipe = load("recipe.toml").resolved()
-    run_stage("policy", recipe.policy, recipe.store, into=recipe.run, in_process=True)
+    import_base(recipe)
     make_folder(folder / "other", seed=1)
     other = "policy.model='other'"
     with pytest.raises(ConflictError) as of_check:
         check(other)
     recipe = load("recipe.toml", [other]).resolved()
     with pytest.raises(ConflictError) as of_run:
-        run_stage("policy", recipe.policy, recipe.store, into=recipe.run, in_process=True)
+        import_base(recipe)
     assert of_check.value.to_dict() == of_run.value.to_dict()
     assert of_run.value.message == "the run starts from another base model than other"
     assert check(other, "run='fresh'").answer["finished"] == {}
@@ -473,9 +475,8 @@ def test_a_made_up_answer_is_scored(folder):
 
 def test_the_row_s_own_answer_is_scored_too(folder):
     """As text, by functions alone: a server is asked about the made-up answer only."""
-    settings = [rewarded("numeric"), "data.limit=null", "data.held_out=null"]
-    write_rows([{"question": "3 + 4", "answer": 7}])
-    looked = check(*settings, is_tried=True)
+    write_rows(asks(7))
+    looked = check(rewarded("numeric"), *WHOLE, is_tried=True)
     assert looked.answer["rewards"]["numeric"]["values"] == [0.0]
     assert looked.answer["reference"] == "7"
     assert looked.answer["reference_rewards"] == {"numeric": {"values": [1.0], "error": None}}
@@ -483,26 +484,25 @@ def test_the_row_s_own_answer_is_scored_too(folder):
     assert looked.lines[start + 1] == "  numeric: 1"
     assert looked.answer["warnings"] == []
     write_rows([{"question": "3 + 4", "solution": {"of": "7"}, "answer": "none"}])
-    nested = "reward.functions=[{use='numeric', columns={answer='solution.of'}}]"
-    assert check(nested, *settings[1:], is_tried=True).answer["reference"] == "7"
-    write_rows([{"question": "3 + 4", "answer": "seven " * 9}])
-    long = check(rewarded("exact_match"), *settings[1:], is_tried=True)
+    nested = rewarded("numeric", "columns={answer='solution.of'}")
+    assert check(nested, *WHOLE, is_tried=True).answer["reference"] == "7"
+    write_rows(asks("seven " * 9))
+    long = check(rewarded("exact_match"), *WHOLE, is_tried=True)
     assert "reference" not in long.answer, "an answer of max_tokens cannot say it"
 
 
 @pytest.mark.parametrize(
     ("function", "is_doubted"),
     [
-        ("{use='rewards.py:exact'}", False),
-        ("{use='exact_match', arguments={extract='boxed'}}", True),
-        ("{use='rewards.py:exact', weight=-1}", True),
-        ("{use='rewards.py:letters'}", False),
+        (["rewards.py:exact"], False),
+        (["exact_match", "arguments={extract='boxed'}"], True),
+        (["rewards.py:exact", "weight=-1"], True),
+        (["rewards.py:letters"], False),
     ],
 )
 def test_a_reward_that_never_pays_the_right_answer_is_doubted(folder, function, is_doubted):
-    write_rows([{"question": "3 + 4", "answer": 7}])
-    one_row = ["data.limit=null", "data.held_out=null"]
-    looked = check(f"reward.functions=[{function}]", *one_row, is_tried=True)
+    write_rows(asks(7))
+    looked = check(rewarded(*function), *WHOLE, is_tried=True)
     begun = "no reward function pays more for the first row's own answer, '7', than for 'The answer"
     assert [each.startswith(begun) for each in looked.answer["warnings"]] == [True] * is_doubted
 
@@ -519,9 +519,10 @@ def test_what_a_reward_prints_is_shown(folder, caplog):
 def test_an_answer_that_a_shipped_function_cannot_read_is_an_error(folder):
     """Told with its row in the source, whichever rows the run takes first."""
     Path("bad.csv").write_text("question,answer\n1+1,2\n2+2,4\n3+3,NaN\n4+4,n/a\n5+5,10\n")
-    settings = ["data.source='bad.csv'", "data.held_out=null", rewarded("numeric")]
+    source = "data.source='bad.csv'"
+    settings = [source, *WHOLE, rewarded("numeric")]
     with pytest.raises(ConfigError) as caught:
-        check(*settings, "data.limit=null")
+        check(*settings)
     assert caught.value.object == "bad.csv row 3"
     assert caught.value.message == (
         "column answer: the reward function numeric cannot read it: ValueError: the answer 'NaN' "
@@ -529,10 +530,10 @@ def test_an_answer_that_a_shipped_function_cannot_read_is_an_error(folder):
     )
     with pytest.raises(ConfigError, match="row 3: column answer"):
         check(*settings, "data.limit=3", "iterations=9")
-    (warning,) = check(*settings, "data.limit=null", "reward.max_invalid=0.4").answer["warnings"]
-    assert warning == f"bad.csv row 3: {caught.value.message}"
-    own = [*settings[:2], rewarded("rewards.py:exact"), "data.limit=null"]
-    assert check(*own).error is None, "a user's function is asked by --try alone"
+    told = warnings(*settings, "reward.max_invalid=0.4")
+    assert told == [f"bad.csv row 3: {caught.value.message}"]
+    own = check(source, *WHOLE, rewarded("rewards.py:exact"))
+    assert own.error is None, "a user's function is asked by --try alone"
     held_out = ["data.held_out={source='bad.csv'}", rewarded("numeric")]
     with pytest.raises(ConfigError, match=r"bad.csv row 3.*2 of the first 5 rows of data.held_out"):
         check(*held_out)
@@ -541,33 +542,29 @@ def test_an_answer_that_a_shipped_function_cannot_read_is_an_error(folder):
 @pytest.mark.parametrize(
     ("function", "answer"),
     [
-        ("use='math'", "2024-01-05"),
-        ("use='choice'", "E"),
-        ("use='exact_match'", ["7"]),
-        ("use='json_schema', columns={schema='answer'}", '{"type": "nonsense"}'),
+        (["math"], "2024-01-05"),
+        (["choice"], "E"),
+        (["exact_match"], ["7"]),
+        (["json_schema", "columns={schema='answer'}"], '{"type": "nonsense"}'),
     ],
 )
 def test_each_function_that_compares_is_asked(folder, function, answer):
-    write_rows([{"question": "one", "answer": answer}])
-    settings = ["data.limit=null", "data.held_out=null"]
+    write_rows(asks(answer))
     with pytest.raises(ConfigError, match=r"questions\.jsonl row 1: column answer"):
-        check(f"reward.functions=[{{{function}}}]", *settings)
-    null = [{"question": "one", "answer": None}]
-    write_rows(null)
-    assert check(f"reward.functions=[{{{function}}}]", *settings).error is None
+        check(rewarded(*function), *WHOLE)
+    write_rows(asks(None))
+    assert check(rewarded(*function), *WHOLE).error is None
 
 
 def test_a_field_that_no_row_of_the_source_has_is_refused(folder):
-    write_rows([{"question": f"{n}?", "answer": {"of": str(n)}} for n in range(3)])
-    settings = ["data.limit=null", "data.held_out=null"]
-    function = "reward.functions=[{use='numeric', columns={answer='answer.%s'}}]"
-    assert check(function % "of", *settings).error is None
+    write_rows(asks({"of": "0"}, {"of": "1"}))
+    assert check(rewarded("numeric", "columns={answer='answer.of'}"), *WHOLE).error is None
     with pytest.raises(ConfigError, match="answer has no field off; did you mean of"):
-        check(function % "off", *settings)
+        check(rewarded("numeric", "columns={answer='answer.off'}"), *WHOLE)
 
 
 def test_a_reference_that_the_stage_adds_is_left_to_it(folder):
-    function = "reward.functions=[{use='exact_match', columns={answer='prompt_text'}}]"
+    function = rewarded("exact_match", "columns={answer='prompt_text'}")
     assert check(function, "data.limit=null").error is None
 
 
@@ -581,7 +578,7 @@ def test_a_reward_that_fails_on_it_is_an_error(folder):
     assert looked.error.message == f"fails on the answer 'The answer': {part['error']}"
     assert looked.answer["tried"] == []
     assert not any("can run" in line for line in looked.lines)
-    as_messages = "reward.functions=[{use='rewards.py:as_trl', completions='messages'}]"
+    as_messages = rewarded("rewards.py:as_trl", "completions='messages'")
     assert check(as_messages, is_tried=True).answer["rewards"]["as_trl"]["error"] is None
 
 
@@ -625,17 +622,17 @@ def test_columns_that_nothing_reads_are_named_once(folder):
         f"reward={{servers=[{{{judge}, {rubric}}}]}}": "answer topic",
         f"reward={{servers=[{{dialect='quiver', {url}}}]}}": "",
     }.items():
-        looked = check(reward, "data.held_out=null")
+        looked = check(reward, ALONE)
         assert looked.answer["unused"] == unused.split(), reward
-        names = ", ".join(unused.split())
-        assert (f"nothing reads {names}" in looked.lines) is bool(unused)
+        told = f"nothing reads {unused.replace(' ', ', ')}"
+        assert (told in looked.lines) is bool(unused)
 
 
 def test_held_out_rows_that_are_training_rows_are_counted(folder):
     """By what they ask, whatever else is in their row."""
     rows = [{"question": f"What is {n} plus 5?", "source": "elsewhere"} for n in (6, 7, 8, 9)]
     write_rows([{"answer": 99, **row} for row in rows], "held_out.jsonl")
-    assert check().answer["warnings"] == [
+    assert warnings() == [
         "2 of the 4 rows of data.held_out ask the same as rows of data, apart from case and "
         "spacing: an evaluation cannot tell learning from memorizing"
     ]
@@ -776,75 +773,66 @@ def test_what_a_recipe_may_not_mean_is_a_warning(folder):
     (folder / "chat.jinja").write_text("{{ messages[0].content }}")
     for settings, warning in WARNINGS.items():
         expected = [warning] if warning else []
-        alone = [] if "evaluate" in settings or "held_out" in settings else ["data.held_out=null"]
+        alone = [] if "evaluate" in settings or "held_out" in settings else [ALONE]
         assert check(*settings.split(), *alone).answer["warnings"] == expected, settings
 
 
 def test_a_gpu_that_is_not_seen_here_is_told(folder, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    settings = ["optimize.device='cuda'", "data.held_out=null"]
-    assert check(*settings).answer["warnings"] == [
+    settings = ["optimize.device='cuda'", ALONE]
+    assert warnings(*settings) == [
         "optimize.device is cuda, and this machine shows no GPU: the stage would fail here"
     ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert check(*settings).answer["warnings"] == []
+    assert warnings(*settings) == []
 
 
 def test_a_system_prompt_that_chats_do_not_show_is_counted(folder):
     own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "one?"}]
-    plain = own[1:]
-    write_rows([{"question": chat, "answer": 1} for chat in (own, plain, own)])
-    settings = ["data.held_out=null", "data.limit=null", "prompt.system='Be short.'"]
-    assert check(*settings).answer["warnings"] == [
+    write_rows([{"question": chat, "answer": 1} for chat in (own, own[1:], own)])
+    assert warnings(*WHOLE, "prompt.system='Be short.'") == [
         "prompt.system is not shown in 2 of the first 3 prompts of data: they are not chats, or "
         "begin with a system message of their own"
     ]
 
 
 def test_empty_cells_of_a_column_that_the_reward_reads_are_counted(folder):
-    empty = {0: None, 3: "", 6: " "}  # a CSV file's are texts
-    write_rows([{"question": f"{n}?", "answer": empty.get(n, str(n))} for n in range(8)])
-    assert check(rewarded("exact_match"), "data.held_out=null").answer["warnings"] == [
-        "column answer, which the reward reads, is empty in 3 of 8 rows"
-    ]
-    assert check(rewarded("rewards.py:letters"), "data.held_out=null").answer["warnings"] == []
-    write_rows([{"question": f"{n} more?", "answer": empty.get(n)} for n in range(4)], "held.jsonl")
-    held_out = "data.held_out={source='held.jsonl'}"
-    assert check(rewarded("exact_match"), held_out).answer["warnings"] == [
-        "column answer, which the reward reads, is empty in 4 of 4 rows of data.held_out",
-        "column answer, which the reward reads, is empty in 3 of 8 rows",
-    ]
+    write_rows(asks(None, "1", "2", "", "4", "5", " ", "7"))  # a CSV file's are texts
+    empty = "column answer, which the reward reads, is empty in"
+    assert warnings(rewarded("exact_match"), ALONE) == [f"{empty} 3 of 8 rows"]
+    assert warnings(rewarded("rewards.py:letters"), ALONE) == []
+    write_rows([{"question": f"{n} more?", "answer": None} for n in range(4)], "held_out.jsonl")
+    of_held_out = f"{empty} 4 of 4 rows of data.held_out"
+    assert warnings(rewarded("exact_match")) == [of_held_out, f"{empty} 3 of 8 rows"]
 
 
 @pytest.mark.parametrize(
-    ("columns", "answers", "warning"),
+    ("field", "answers", "warning"),
     [
-        ("", [["1"], ["1", None], [None]], "answer, which the reward reads, holds nulls in 2"),
+        ("answer", [["1"], ["1", None], [None]], ["holds nulls in 2 of 3 rows"]),
         (
-            "",
+            "answer",
             [{"of": None, "or": ["2"]}, {"of": "1", "or": [None, None]}, {"of": "3"}],
-            "answer, which the reward reads, holds nulls in 2 of 3 rows: answer.of, answer.or",
+            ["holds nulls in 2 of 3 rows: answer.of, answer.or"],
         ),
         (
-            ", columns={answer='answer.of.it'}",
+            "answer.of.it",
             [{"of": {"it": "1", "is": None}}, {"of": {"it": ""}}, {"of": None}],
-            "answer.of.it, which the reward reads, is empty in 2",
+            ["is empty in 2 of 3 rows"],
         ),
+        ("answer.of", [{"of": "1", "is": None}], []),
     ],
-    ids=["list", "object", "field"],
+    ids=["list", "object", "field", "beside the field"],
 )
-def test_nulls_inside_cells_that_the_reward_reads_are_counted(folder, columns, answers, warning):
-    write_rows([{"question": f"{n}?", "answer": answer} for n, answer in enumerate(answers)])
-    function = f"reward.functions=[{{use='rewards.py:exact'{columns}}}]"
-    (told,) = check(function, "data.held_out=null", "data.limit=null").answer["warnings"]
-    assert told.startswith(f"column {warning}")
+def test_nulls_inside_cells_that_the_reward_reads_are_counted(folder, field, answers, warning):
+    write_rows(asks(*answers))
+    told = warnings(rewarded("rewards.py:exact", f"columns={{answer='{field}'}}"), *WHOLE)
+    assert told == [f"column {field}, which the reward reads, {each}" for each in warning]
 
 
 def test_check_warns_of_a_column_that_rewards_cannot_read(folder):
     write_rows([{"question": "1?", "answer": 1, "completions": "", "prompt_text": "1?"}])
-    settings = ("data.held_out=null", "data.limit=null")
-    letters = check(rewarded("rewards.py:letters"), *settings)
-    assert letters.answer["warnings"] == [
+    assert warnings(rewarded("rewards.py:letters"), *WHOLE) == [
         "data has a column completions, but Quiver gives rewards its own completions: give the "
         "column another name if a reward should read it"
     ]
@@ -856,22 +844,16 @@ def test_check_warns_of_a_column_that_hides_behind_the_turns_of_episodes(folder)
     Path("rewards.py").write_text(
         "def count(completions, turns):\n    return [1.0 for _ in turns]\n"
     )
-    settings = (rewarded("rewards.py:count"), "data.held_out=null", "data.limit=null")
-    assert check(*settings).answer["warnings"] == []
+    settings = (rewarded("rewards.py:count"), *WHOLE)
+    assert warnings(*settings) == []
     Path("env.py").write_text("class Env:\n    def step(self, turn):\n        return None\n")
-    (told,) = check(*settings, "generate.turns={environment='env.py:Env'}").answer["warnings"]
+    (told,) = warnings(*settings, "generate.turns={environment='env.py:Env'}")
     assert told.startswith("data has a column turns, but Quiver gives rewards its own turns")
-
-
-def test_nulls_in_fields_that_no_reward_reads_are_left_alone(folder):
-    write_rows([{"question": "1?", "answer": {"of": "1", "is": None}}])
-    function = "reward.functions=[{use='rewards.py:exact', columns={answer='answer.of'}}]"
-    assert check(function, "data.held_out=null", "data.limit=null").answer["warnings"] == []
 
 
 def test_rows_that_stand_there_many_times_are_told(folder):
     write_rows([{"question": f"{n % 4}?", "answer": 1} for n in range(8)])
-    assert check("data.held_out=null").answer["warnings"] == [
+    assert warnings(ALONE) == [
         "the 8 rows of data ask 4 different questions: keep each once, and set "
         "generate.samples_per_prompt to the number of answers to each"
     ]

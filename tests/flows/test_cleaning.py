@@ -185,8 +185,7 @@ def test_a_run_cleans_up_after_itself(made):
     assert plainly(run(*settings)) == plainly(answer) and (made, names("clean")) == ([], left)
 
 
-def test_the_runs_that_belong_to_it_are_cleaned_with_it(tmp_path):
-    store = Store(tmp_path / "store")
+def test_the_runs_that_belong_to_it_are_cleaned_with_it(store):
     runs = ("a", "a.eval", "a.ref")
     for run in (*runs, "ab"):
         for seed in range(2):
@@ -212,9 +211,8 @@ def test_what_expired_stays_for_the_hours_of_grace(tmp_path, hours_ago, is_left)
     assert (first.files.folder / "model.safetensors").exists() is is_left
 
 
-def test_what_is_trained_by_hand_beside_a_run_takes_no_state_from_it(tmp_path):
+def test_what_is_trained_by_hand_beside_a_run_takes_no_state_from_it(store):
     """policy@3 is an experiment, from policy@0; the run goes on from policy@2."""
-    store = Store(tmp_path / "store")
     base = histories.make_policy(store, 0, state=False)
     first = histories.make_policy(store, 1, inputs={"policy": base})
     second = histories.make_policy(store, 2, inputs={"policy": first})

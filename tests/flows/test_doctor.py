@@ -125,14 +125,18 @@ def test_a_gpu_that_torch_can_not_use_is_told(tmp_path):
     assert hidden["gpu"]["devices"] == [], "nobody asked for one"
 
 
+def of_the_gpu() -> list:
+    findings = doctor.Findings()
+    doctor.gpu(findings)
+    return findings.problems
+
+
 @pytest.mark.parametrize("script", ["echo no driver >&2; exit 9", "exec sleep 60"])
 def test_a_driver_that_fails_or_hangs_is_told(tmp_path, monkeypatch, script):
     monkeypatch.setenv("PATH", driver(tmp_path, script))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(doctor, "GPU_SECONDS", 0.5 if "sleep" in script else 30)
-    findings = doctor.Findings()
-    doctor.gpu(findings)
-    (problem,) = findings.problems
+    (problem,) = of_the_gpu()
     expected = "no answer within 0.5 s" if "sleep" in script else "exit code 9 no driver"
     assert expected in problem.message and "version 580" in problem.next
 
@@ -165,12 +169,9 @@ def test_a_gpu_without_nvidia_smi_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(doctor, "NODES", tmp_path)
-    findings = doctor.Findings()
-    doctor.gpu(findings)
-    assert findings.problems == []
+    assert of_the_gpu() == []
     (tmp_path / "nvidia0").touch()
-    doctor.gpu(findings)
-    (problem,) = findings.problems
+    (problem,) = of_the_gpu()
     assert "nvidia-smi is not" in problem.message and "utility" in problem.next
 
 

@@ -24,11 +24,11 @@ from quiver.schemas.errors import CorruptError, ResourceError
 from quiver.stages.core.store import Store
 from tests.faults import failing
 from tests.flows.conftest import (
-    command_environment,
-    command_line,
+    called,
     left_behind,
     processes,
     quiver,
+    started,
     write_recipe,
 )
 
@@ -113,17 +113,8 @@ def test_deaths_of_the_server_are_seen_in_time_to_end_the_run_within_10_s():
 @pytest.mark.prefect
 def test_a_home_that_can_not_be_written_is_told_in_one_line(place):
     (place / "file").touch()
-    environment = {**command_environment(place), "PREFECT_HOME": str(place / "file/home")}
-    command = [
-        *command_line(),
-        "run",
-        "recipe.toml",
-        "--json",
-        *SCRIPTED,
-    ]
-    done = subprocess.run(
-        command, cwd=place, env=environment, capture_output=True, text=True, check=False
-    )
+    home = str(place / "file/home")
+    done = called(place, "run", "recipe.toml", "--json", *SCRIPTED, PREFECT_HOME=home)
     assert done.returncode == 7 and "Traceback" not in done.stderr
     error = json.loads(done.stdout)["error"]
     assert error["object"] == f"PREFECT_HOME {place}/file/home"
@@ -135,11 +126,8 @@ def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
     (place / "rewards.py").write_text(
         "import time\n\ndef evenness(completion_ids, **_):\n    time.sleep(600)\n"
     )
-    command = [*command_line(), "run", "recipe.toml", *SCRIPTED]
-    shell = subprocess.Popen(command, cwd=place, env=command_environment(place))
-    while not list(place.glob("store/tiny/rewards/.work/*")):
-        assert shell.poll() is None
-        time.sleep(0.1)
+    work = place / "store/tiny/rewards/.work"
+    shell = started(place, "run", "recipe.toml", *SCRIPTED, until=lambda: list(work.glob("*")))
     shell.kill()
     shell.wait()
     assert states(place) == {"RUNNING"}
@@ -155,22 +143,13 @@ def test_the_runs_of_a_killed_shell_do_not_stay_running(place):
 def killed_without_its_database(place, failure: str) -> str:
     """A run that is killed at a place, whose server's database is lost, goes on; what it then
     says."""
-    command = [*command_line(), "run", "recipe.toml", *SCRIPTED]
-    environment = command_environment(place)
-    done = subprocess.run(
-        command,
-        cwd=place,
-        env=environment | failing.environment(failure),
-        capture_output=True,
-        check=False,
-    )
+    words = ("run", "recipe.toml", *SCRIPTED)
+    done = called(place, *words, **failing.environment(failure))
     assert done.returncode in (-signal.SIGKILL, 7)
     assert left_behind(place) == []
     for path in (place / "prefect").glob("prefect.db*"):
         path.unlink()
-    done = subprocess.run(
-        command, cwd=place, env=environment, capture_output=True, text=True, check=False
-    )
+    done = called(place, *words)
     assert done.returncode == 0, done.stderr
     store = Store(place / "store")
     for kind in ("prompts", "rollouts", "rewards"):

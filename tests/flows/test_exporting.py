@@ -17,18 +17,19 @@ from datasets import load_dataset
 from quiver.flows import exporting, json_lines
 from quiver.flows.cli import episodes as commands
 from quiver.flows.cli.compare import diff
-from quiver.flows.exporting import Options, export
+from quiver.flows.exporting import Exported, Options, export
 from quiver.flows.json_lines import to_lines
 from quiver.flows.look.paired import pair
 from quiver.schemas.cells import json_array
 from quiver.schemas.errors import ConfigError, LineageError
-from quiver.stages.core.store import Store
+from quiver.schemas.refs import Ref
+from quiver.stages.core.store import Store, Version
 from quiver.stages.model.chat.messages import read_messages
 from quiver.stages.model.loading import load_model
 from tests import episodes, exported
 from tests.stages.optimize import world
 from tests.tiny import EOS, make_policy, tokenizer
-from tests.writing import run_here
+from tests.writing import run_here, write_lines
 
 ASSISTANT = {name: [{"role": "assistant", "content": name}] for name in ("12", "no", "3", "four", "it is 3")}  # fmt: skip
 
@@ -44,10 +45,24 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def save(store: Store, ref: Ref | str, path: Path, format: str, **options) -> Exported:
+    return export(store, str(ref), path, Options(format, **options))
+
+
+def take_back(store: Store, path: Path, policy: Version, run: str) -> None:
+    """Import what was exported."""
+    commands.import_(path, str(policy.ref), into=run, store=str(store.url))
+
+
 def written(made, path: Path, format: str, **options) -> list[dict]:
     store, versions = made
-    export(store, str(versions.rewards.ref), path / "out.jsonl", Options(format, **options))
+    save(store, versions.rewards.ref, path / "out.jsonl", format, **options)
     return rows_of(path / "out.jsonl")
+
+
+def texts(rows: list[dict], *names: str) -> list[tuple[str, ...]]:
+    """The texts of the chats in these columns."""
+    return [tuple(row[name][0]["content"] for name in names) for row in rows]
 
 
 def prompt(group: str) -> list[dict]:
@@ -80,25 +95,22 @@ def test_cut_answers_may_be_left_out(made, tmp_path):
 
 def test_every_pair_with_a_gap(made, tmp_path):
     rows = written(made, tmp_path, "dpo", pairs="all", min_gap=0.5)
-    texts = [(row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in rows]
-    expected = {("12", "twelve"), ("12", "no"), ("twelve", "no"), ("it is 3", "3"), ("it is 3", "four")}  # fmt: skip
-    assert set(texts) == expected and len(texts) == 5
+    expected = [("12", "no"), ("12", "twelve"), ("it is 3", "3"), ("it is 3", "four"), ("twelve", "no")]  # fmt: skip
+    assert sorted(texts(rows, "chosen", "rejected")) == expected
 
 
 def test_a_gap_of_rounded_scores_is_as_large_as_it_says(made, tmp_path):
     """As float32, 1 − 0.2 is less than 0.8."""
     rows = written(made, tmp_path, "dpo", pairs="all", min_gap=0.8)
-    texts = [(row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in rows]
-    assert texts == [("12", "no"), ("it is 3", "four"), ("it is 3", "3")]
+    expected = [("12", "no"), ("it is 3", "four"), ("it is 3", "3")]
+    assert texts(rows, "chosen", "rejected") == expected
 
 
 def test_labels_say_if_an_answer_is_above_the_mean_of_its_prompt(made, tmp_path):
     """Means are 0.5, 1 and 0.4: what lies at the mean has no label. The same for large rewards."""
     store, versions = made
-    table = versions.rewards.table()
-    rewards = dict(
-        zip(*(table[name].to_pylist() for name in ("rollout_id", "reward")), strict=True)
-    )
+    rows = versions.rewards.table().to_pylist()
+    rewards = {row["rollout_id"]: row["reward"] for row in rows}
 
     def large(row):
         reward = rewards[row["rollout_id"]]
@@ -107,14 +119,14 @@ def test_labels_say_if_an_answer_is_above_the_mean_of_its_prompt(made, tmp_path)
     scored = episodes.write_rewards(store, versions.rollouts, large, "large", of_turns=False)
     for ref in (versions.rewards.ref, scored.ref):
         path = tmp_path / f"{ref.run}.jsonl"
-        export(store, str(ref), path, Options("kto"))
+        save(store, ref, path, "kto")
         labels = {row["completion"][0]["content"]: row["label"] for row in rows_of(path)}
         assert labels == {"12": True, "no": False, "3": False, "four": False, "it is 3": True}
 
 
 def test_conditions_choose_answers_to_imitate(made, tmp_path):
     rows = written(made, tmp_path, "sft", where="reward > 0.9", cut="leave-out", ids=True)
-    assert [row["completion"][0]["content"] for row in rows] == ["12", "7", "seven", "7.", "7!"]
+    assert texts(rows, "completion") == [("12",), ("7",), ("seven",), ("7.",), ("7!",)]
     ids = [*tokenizer().encode("12"), EOS]
     asked = made[1].prompts.table()["prompt_ids"][0].as_py()
     assert rows[0]["input_ids"] == asked + ids
@@ -129,8 +141,7 @@ def test_exact_ids_stand_beside_the_texts(made, tmp_path):
             assert row[f"{name}_ids"] == rollout["prompt_ids"] + rollout["completion_ids"]
 
 
-def test_answers_that_become_other_ids_are_counted(tmp_path):
-    store = Store(tmp_path / "store")
+def test_answers_that_become_other_ids_are_counted(store, tmp_path):
     made = exported.make(store, tmp_path)
     rows = made.rollouts.table().to_pylist()
     row = next(row for row in rows if row["completion_text"] == "seven")
@@ -138,7 +149,7 @@ def test_answers_that_become_other_ids_are_counted(tmp_path):
     assert len(row["completion_ids"]) < len(letters), "BPE merges some of its letters"
     row |= {"completion_ids": letters, "old_logprobs": [-1.0] * len(letters)}
     rollouts = episodes.write(store, made.policy, rows, prompts=made.prompts)
-    done = export(store, str(rollouts.ref), tmp_path / "sft.jsonl", Options("sft"))
+    done = save(store, rollouts.ref, tmp_path / "sft.jsonl", "sft")
     assert (done.tokenised, done.other_ids) == (11, 1)
 
 
@@ -190,15 +201,14 @@ def test_what_the_prompt_begins_belongs_to_the_answer(tmp_path):
     template.write_text(plain.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"))
     store = Store(tmp_path / "store")
     made = exported.make(store, tmp_path, template=str(template))
-    export(store, str(made.rewards.ref), tmp_path / "sft.jsonl", Options("sft"))
+    save(store, made.rewards.ref, tmp_path / "sft.jsonl", "sft")
     first = rows_of(tmp_path / "sft.jsonl")[0]
     assert first["completion"] == [{"role": "assistant", "content": "<think>\n12"}]
 
 
-def test_prompts_without_messages_are_texts(tmp_path):
-    store = Store(tmp_path / "store")
+def test_prompts_without_messages_are_texts(store, tmp_path):
     made = exported.make(store, tmp_path, raw_text=True, system=None)
-    export(store, str(made.rewards.ref), tmp_path / "kto.jsonl", Options("kto"))
+    save(store, made.rewards.ref, tmp_path / "kto.jsonl", "kto")
     first = rows_of(tmp_path / "kto.jsonl")[0]
     assert first == {"prompt": exported.question("q0"), "completion": "12", "label": True}
 
@@ -223,15 +233,14 @@ def with_tools(store: Store, folder: Path) -> exported.Made:
 
 
 @pytest.mark.parametrize("name", ["sft.jsonl", "sft.parquet"])
-def test_episodes_are_conversations_with_calls_of_tools(tmp_path, name):
+def test_episodes_are_conversations_with_calls_of_tools(store, tmp_path, name):
     """The text before a call is read by the parser that the manifest names; here there is none."""
-    store = Store(tmp_path / "store")
     made = with_tools(store, tmp_path)
     path = tmp_path / name
-    options = Options("sft", parquet=name.endswith("parquet"))
-    done = export(store, str(made.rollouts.ref), path, options)
+    is_parquet = name.endswith("parquet")
+    done = save(store, made.rollouts.ref, path, "sft", parquet=is_parquet)
     assert done.left_out["with a rewritten history"] == 1
-    kind = "parquet" if options.parquet else "json"
+    kind = "parquet" if is_parquet else "json"
     (row,) = load_dataset(kind, data_files=str(path), split="train", cache_dir=str(tmp_path / "c"))
     messages = [
         {name: member for name, member in message.items() if member is not None}
@@ -244,9 +253,8 @@ def test_episodes_are_conversations_with_calls_of_tools(tmp_path, name):
     assert [message["content"] for message in messages[2:]] == ["three?", "no", "four"]
 
 
-def test_failed_episodes_are_no_demonstrations(tmp_path):
+def test_failed_episodes_are_no_demonstrations(store, tmp_path):
     """They come back from an import as failed, so a reward does not score them."""
-    store = Store(tmp_path / "store")
     made = exported.make(store, tmp_path)
     asked = made.prompts.table()["prompt_ids"][0].as_py()
     rows = [
@@ -254,13 +262,13 @@ def test_failed_episodes_are_no_demonstrations(tmp_path):
         for index, end in enumerate(["answered", "timeout", "environment_error", "max_turns"])
     ]
     rollouts = episodes.write(store, made.policy, rows, prompts=made.prompts)
-    done = export(store, str(rollouts.ref), tmp_path / "sft.jsonl", Options("sft"))
-    texts = [row["completion"][0]["content"] for row in rows_of(tmp_path / "sft.jsonl")]
-    assert texts == ["answered", "max_turns"]
+    done = save(store, rollouts.ref, tmp_path / "sft.jsonl", "sft")
+    rows = rows_of(tmp_path / "sft.jsonl")
+    assert texts(rows, "completion") == [("answered",), ("max_turns",)]
     assert done.left_out["failed"] == 2
-    export(store, str(rollouts.ref), tmp_path / "all.jsonl", Options("trajectories"))
+    save(store, rollouts.ref, tmp_path / "all.jsonl", "trajectories")
     path = tmp_path / "all.jsonl"
-    commands.import_(path, str(made.policy.ref), into="back", store=str(store.url))
+    take_back(store, path, made.policy, "back")
     ends = store.open("back/rollouts@1").table()["end_reason"].to_pylist()
     assert ends == ["answered", "environment_error", "environment_error", "answered"]
 
@@ -268,7 +276,7 @@ def test_failed_episodes_are_no_demonstrations(tmp_path):
 def test_verls_prompts_have_what_its_dataset_reads(made, tmp_path):
     store, versions = made
     path = tmp_path / "verl.parquet"
-    export(store, str(versions.rollouts.ref), path, Options("verl", parquet=True))
+    save(store, versions.rollouts.ref, path, "verl", parquet=True)
     rows = load_dataset(
         "parquet", data_files=str(path), split="train", cache_dir=str(tmp_path / "c")
     )
@@ -279,10 +287,9 @@ def test_verls_prompts_have_what_its_dataset_reads(made, tmp_path):
     assert rows[0]["data_source"] == "tiny" and rows[0]["extra_info"] == {"index": "q0"}
 
 
-def test_verl_gets_the_run_for_a_missing_data_source(tmp_path, monkeypatch):
+def test_verl_gets_the_run_for_a_missing_data_source(store, tmp_path, monkeypatch):
     """Each row is a batch by itself, and all have the types of one Parquet file."""
     monkeypatch.setattr(exporting, "_ROWS_AT_ONCE", 1)
-    store = Store(tmp_path / "store")
     policy = make_policy(store)
     lines = [
         {
@@ -295,10 +302,10 @@ def test_verl_gets_the_run_for_a_missing_data_source(tmp_path, monkeypatch):
         for number, source in enumerate([None, "gsm8k"])
     ]
     path = tmp_path / "lines.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    commands.import_(path, str(policy.ref), store=str(store.url))
+    write_lines(path, lines)
+    take_back(store, path, policy, "tiny")
     verl = tmp_path / "verl.parquet"
-    export(store, "tiny/rollouts@1", verl, Options("verl", parquet=True))
+    save(store, "tiny/rollouts@1", verl, "verl", parquet=True)
     assert pq.read_table(verl)["data_source"].to_pylist() == ["tiny", "gsm8k"]
 
 
@@ -306,7 +313,7 @@ def test_parquet_has_the_rows_of_the_lines(made, tmp_path):
     store, versions = made
     lines = written(made, tmp_path, "reward", ids=True)
     path = tmp_path / "reward.parquet"
-    export(store, str(versions.rewards.ref), path, Options("reward", ids=True, parquet=True))
+    save(store, versions.rewards.ref, path, "reward", ids=True, parquet=True)
     assert pq.read_table(path).to_pylist() == lines
 
 
@@ -323,17 +330,8 @@ def test_imported_trajectories_have_the_same_losses(tmp_path, monkeypatch, comma
     prompts = world.write_prompts(store, rows)
     rollouts = episodes.write(store, policy, rows, prompts=prompts, max_tokens=40)
     rewards = episodes.write_rewards(store, rollouts, episodes.even_ids if of_turns else one_reward, of_turns=of_turns)  # fmt: skip
-    named = (
-        "export",
-        str(rewards.ref),
-        "--as",
-        "trajectories",
-        "--out",
-        "all.jsonl",
-        "--store",
-        "store",
-    )
-    code, answer = command(*named)
+    named = (str(rewards.ref), "--as", "trajectories", "--out", "all.jsonl", "--store", "store")
+    code, answer = command("export", *named)
     assert code == 0
     words = answer["import"].split(" import ")[1]
     assert f"--policy {policy.ref}" in words and answer["sampling"] == (
@@ -342,10 +340,7 @@ def test_imported_trajectories_have_the_same_losses(tmp_path, monkeypatch, comma
     commands.import_(Path("all.jsonl"), str(policy.ref), into="back", settings=[f"sampling={json.dumps(answer['sampling'])}"], store="store")  # fmt: skip
     back = store.open("back/rollouts@1"), store.open("back/rewards@1")
     assert back[1].manifest.kind_schema == rewards.manifest.kind_schema
-    assert (
-        store.open("back/prompts@1").table()["group_id"].to_pylist()
-        == prompts.table()["group_id"].to_pylist()
-    )
+    assert store.open("back/prompts@1").table()["group_id"].equals(prompts.table()["group_id"])
     config = world.config(algorithm="dr_grpo", credit="turn" if of_turns else "rollout")
     runs = ((rollouts, rewards), back)
     steps = [world.updates(store, world.trained(store, policy, pair, config)) for pair in runs]
@@ -358,9 +353,8 @@ def one_reward(row: dict) -> list[float]:
     return [sum(id % 2 == 0 for id in row["completion_ids"]) / len(row["completion_ids"])]
 
 
-def test_what_the_environment_paid_comes_back(tmp_path):
+def test_what_the_environment_paid_comes_back(store, tmp_path):
     """It is another number than the rewards that are made of it, and there if nothing is scored."""
-    store = Store(tmp_path / "store")
     policy = make_policy(store)
     paid = [[0.25, None, 1.0], [None, None], [0.5, 2.0]]
     rows = [
@@ -375,8 +369,8 @@ def test_what_the_environment_paid_comes_back(tmp_path):
         if config:
             ref = run_here("reward", config, store, rollouts=rollouts.ref)
         path = tmp_path / f"{run}.jsonl"
-        export(store, str(ref), path, Options("trajectories"))
-        commands.import_(path, str(policy.ref), into=run, store=str(store.url))
+        save(store, ref, path, "trajectories")
+        take_back(store, path, policy, run)
         back = store.open(f"{run}/rollouts@1")
         turns = back.table()["turns"].to_pylist()
         assert [[turn["reward"] for turn in row] for row in turns] == paid
@@ -394,44 +388,42 @@ def test_imported_chats_are_exported_as_chats(made, tmp_path):
     calls = with_tools(store, tmp_path)
     for index, (opened, ref) in enumerate([(made[0], made[1].rewards.ref), (store, calls.rollouts.ref)]):  # fmt: skip
         lines, ours, theirs = (tmp_path / f"{name}{index}.jsonl" for name in ("a", "b", "c"))
-        export(opened, str(ref), lines, Options("trajectories"))
-        export(opened, str(ref), ours, Options("sft"))
-        commands.import_(lines, str(calls.policy.ref), into=f"back{index}", store=str(store.url))
-        export(store, f"back{index}/rollouts@1", theirs, Options("sft"))
+        save(opened, ref, lines, "trajectories")
+        save(opened, ref, ours, "sft")
+        take_back(store, lines, calls.policy, f"back{index}")
+        save(store, f"back{index}/rollouts@1", theirs, "sft")
         assert rows_of(theirs) == rows_of(ours)
 
 
 def test_imported_prompts_keep_chat_and_columns(made, tmp_path):
     store, versions = made
     path = tmp_path / "all.jsonl"
-    export(store, str(versions.rewards.ref), path, Options("trajectories"))
+    save(store, versions.rewards.ref, path, "trajectories")
     theirs = Store(tmp_path / "theirs")
-    policy = make_policy(theirs)
-    commands.import_(path, str(policy.ref), store=str(theirs.url))
+    take_back(theirs, path, make_policy(theirs), "tiny")
     prompts = theirs.open("tiny/prompts@1").table()
     for name in ("group_id", "prompt_text", "prompt_ids"):
-        assert prompts[name].to_pylist() == versions.prompts.table()[name].to_pylist()
+        assert prompts[name].equals(versions.prompts.table()[name])
     chats = [read_messages(chat) for chat in prompts["messages"].to_pylist()]
     assert chats == [prompt(group) for group in exported.ANSWERS]
     assert [row["answer"] for row in prompts["columns"].to_pylist()] == [0, 1, 2]
-    rewards = theirs.open("tiny/rewards@1").table()["reward"].to_pylist()
-    assert rewards == versions.rewards.table()["reward"].to_pylist()
+    rewards = theirs.open("tiny/rewards@1").table()["reward"]
+    assert rewards.equals(versions.rewards.table()["reward"])
     rollouts = theirs.open("tiny/rollouts@1")
     assert rollouts.manifest.input("prompts").ref == "tiny/prompts@1"
 
 
 @pytest.mark.parametrize("has_messages", [True, False])
-def test_an_imported_copy_pairs_with_its_original(tmp_path, has_messages):
+def test_an_imported_copy_pairs_with_its_original(store, tmp_path, has_messages):
     """By the chats of the prompts, though their schema has more fields; by their texts if the lines
     have no chats."""
-    store = Store(tmp_path / "store")
     made = exported.make(store, tmp_path)
     path = tmp_path / "all.jsonl"
-    export(store, str(made.rewards.ref), path, Options("trajectories"))
+    save(store, made.rewards.ref, path, "trajectories")
     if not has_messages:
         lines = [{**line, "messages": None} for line in rows_of(path)]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    commands.import_(path, str(made.policy.ref), into="copy", store=str(store.url))
+        write_lines(path, lines)
+    take_back(store, path, made.policy, "copy")
     paired = pair(store, str(made.rewards.ref), "copy/rewards@1")
     assert paired.places.tolist() == list(range(len(made.rewards.table())))
     changed = diff(store, str(made.prompts.ref), "copy/prompts@1")["rows"]["changed"]
@@ -466,18 +458,16 @@ def test_a_file_that_is_there_stays(made, tmp_path):
     assert (tmp_path / "out.jsonl").read_text() == "mine"
 
 
-def test_episodes_without_messages_are_trajectories_only(tmp_path):
-    store = Store(tmp_path / "store")
+def test_episodes_without_messages_are_trajectories_only(store, tmp_path):
     policy = make_policy(store)
     rows = episodes.sample(load_model(policy, dtype=torch.float32), episodes.prompts(2), 2)
     rollouts = episodes.write(store, policy, rows, prompts=world.write_prompts(store, rows))
     with pytest.raises(LineageError, match="only trajectories"):
-        export(store, str(rollouts.ref), tmp_path / "sft.jsonl", Options("sft"))
+        save(store, rollouts.ref, tmp_path / "sft.jsonl", "sft")
 
 
-def test_chats_that_end_with_a_role_unlike_the_prompts_are_trajectories_only(tmp_path):
+def test_chats_that_end_with_a_role_unlike_the_prompts_are_trajectories_only(store, tmp_path):
     """`branch` ends a chat with a tool's answer; how an answer begins after it is not known."""
-    store = Store(tmp_path / "store")
     made = with_tools(store, tmp_path)
     cut = store.open(run_here("branch", {"turn": 1}, store, rollouts=made.rollouts.ref, into="cut"))
     rows = [
@@ -487,7 +477,7 @@ def test_chats_that_end_with_a_role_unlike_the_prompts_are_trajectories_only(tmp
     ]
     rollouts = episodes.write(store, made.policy, rows, "cut", cut)
     with pytest.raises(LineageError, match="only trajectories"):
-        export(store, str(rollouts.ref), tmp_path / "sft.jsonl", Options("sft"))
+        save(store, rollouts.ref, tmp_path / "sft.jsonl", "sft")
 
 
 def with_own(store: Store, folder: Path, **own: pa.Array) -> exported.Made:
@@ -498,9 +488,8 @@ def with_own(store: Store, folder: Path, **own: pa.Array) -> exported.Made:
     return exported.make(store, folder, source=str(path))
 
 
-def test_what_json_cannot_hold_as_it_is_comes_back_as_the_nearest_or_is_refused(tmp_path):
+def test_what_json_cannot_hold_as_it_is_comes_back_as_the_nearest_or_is_refused(store, tmp_path):
     """A number that is not finite is null, a decimal is a number, a date is its text."""
-    store = Store(tmp_path / "store")
     numbers = [[0.5, float("nan")], [1.0, float("inf")], [2.0, 3.0]]
     own = {
         "short": pa.array(numbers, pa.list_(pa.float32())),
@@ -512,14 +501,14 @@ def test_what_json_cannot_hold_as_it_is_comes_back_as_the_nearest_or_is_refused(
     }
     made = with_own(store, tmp_path, **own)
     lines = tmp_path / "lines.jsonl"
-    export(store, str(made.rollouts.ref), lines, Options("trajectories"))
-    commands.import_(lines, str(made.policy.ref), into="back", store=str(store.url))
+    save(store, made.rollouts.ref, lines, "trajectories")
+    take_back(store, lines, made.policy, "back")
     first, second, _ = store.open("back/prompts@1").table()["columns"].to_pylist()
     assert first["short"] == first["fixed"] == [0.5, None]
     assert second["short"] == second["fixed"] == [1.0, None]
     assert (first["price"], second["price"]) == (1.5, None)
     assert (first["day"], second["large"]) == ("2026-01-02", "b\n")
-    export(store, str(made.rollouts.ref), tmp_path / "verl.jsonl", Options("verl"))
+    save(store, made.rollouts.ref, tmp_path / "verl.jsonl", "verl")
     questions = rows_of(tmp_path / "verl.jsonl")
     assert {row["reward_model"]["ground_truth"] for row in questions} == {"1.5"}
 
@@ -547,30 +536,26 @@ def test_types_that_json_does_not_know_are_their_text():
 
 def test_what_conditions_leave_out_is_counted(made, tmp_path):
     store, versions = made
-    options = Options("sft", where="finish_reason = stop")
-    done = export(store, str(versions.rewards.ref), tmp_path / "out.jsonl", options)
+    path, ref = tmp_path / "out.jsonl", versions.rewards.ref
+    done = save(store, ref, path, "sft", where="finish_reason = stop")
     assert (done.rows, done.left_out["by --where"]) == (10, 2)
     with pytest.raises(ConfigError, match="left out: 12 by --where"):
-        path = tmp_path / "none.jsonl"
-        options = Options("trajectories", where="tokens > 1000")
-        export(store, str(versions.rewards.ref), path, options)
+        save(store, ref, tmp_path / "none.jsonl", "trajectories", where="tokens > 1000")
 
 
-def test_prompts_that_verl_cannot_read_are_left_out(tmp_path):
-    store = Store(tmp_path / "store")
+def test_prompts_that_verl_cannot_read_are_left_out(store, tmp_path):
     made = with_own(store, tmp_path, answer=pa.array(["1", None, "3"]))
-    done = export(store, str(made.rollouts.ref), tmp_path / "verl.jsonl", Options("verl"))
+    done = save(store, made.rollouts.ref, tmp_path / "verl.jsonl", "verl")
     rows = rows_of(tmp_path / "verl.jsonl")
     assert [row["extra_info"]["index"] for row in rows] == ["q0", "q2"]
     assert [row["prompt"][-1]["content"] for row in rows] == ["one?", "three?"]
     assert +done.left_out == {"without messages or a reference answer": 1}
 
 
-def test_bytes_are_no_json(tmp_path):
-    store = Store(tmp_path / "store")
+def test_bytes_are_no_json(store, tmp_path):
     made = with_own(store, tmp_path, raw=pa.array([b"\xff"] * 3))
     with pytest.raises(ConfigError, match="column raw: holds bytes"):
-        export(store, str(made.rollouts.ref), tmp_path / "lines.jsonl", Options("trajectories"))
+        save(store, made.rollouts.ref, tmp_path / "lines.jsonl", "trajectories")
 
 
 @pytest.mark.parametrize("most_bytes", [1, 2**26])

@@ -23,7 +23,7 @@ from quiver.stages.model.loading import load_model
 from tests import episodes
 from tests.stages.optimize import world
 from tests.tiny import make_folder, make_policy, tokenizer
-from tests.writing import run_here
+from tests.writing import run_here, write_lines
 
 RECIPE = """
 run = "tiny"
@@ -40,6 +40,7 @@ use = "numeric"
 device = "cpu"
 """
 ROLLOUTS, REWARDS = "tiny/rollouts@1", "tiny/rewards@1"
+OF_A_TURN = ("length", "observation_ids", "restart_ids", "observation")
 
 
 def sampled(store: Store, **options) -> list[dict]:
@@ -62,13 +63,7 @@ def lines_of(rows: list[dict], *, turns: bool) -> list[dict]:
         rewards = episodes.even_ids(row)
         if turns:
             line["turns"] = [
-                {
-                    "length": turn["length"],
-                    "observation_ids": turn["observation_ids"],
-                    "restart_ids": turn["restart_ids"],
-                    "observation": turn["observation"],
-                    "reward": reward,
-                }
+                {**{name: turn[name] for name in OF_A_TURN}, "reward": reward}
                 for turn, reward in zip(row["turns"], rewards, strict=True)
             ]
         else:
@@ -77,13 +72,14 @@ def lines_of(rows: list[dict], *, turns: bool) -> list[dict]:
     return lines
 
 
-def write(folder: Path, lines: list[dict], name: str = "trajectories.jsonl") -> None:
-    (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+FILE = Path("trajectories.jsonl")
 
 
-def take_over(folder: Path, name: str = "trajectories.jsonl", **options) -> None:
-    """The command, in this process."""
-    commands.import_(folder / name, "tiny/policy@0", store=str(folder / "store"), **options)
+def take_over(lines: list[dict] | None = None, policy="tiny/policy@0", **options) -> None:
+    """The command, in this process: on these lines, or on what is in the file."""
+    if lines:
+        write_lines(FILE, lines)
+    commands.import_(FILE, policy, store="store", **options)
 
 
 def optimized(*settings: str) -> Outcome:
@@ -103,17 +99,17 @@ def original(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def workplace(original, tmp_path, monkeypatch) -> Path:
-    """A copy of it; the working folder."""
+def store(original, tmp_path, monkeypatch) -> Store:
+    """That of a copy of it, which is the working folder."""
     monkeypatch.chdir(shutil.copytree(original, tmp_path, dirs_exist_ok=True))
-    return tmp_path
+    return Store(tmp_path / "store")
 
 
-def test_honest_episodes_are_trained_on(workplace, command):
+def test_honest_episodes_are_trained_on(store, command):
     """rollouts/2 and rewards/2, row by row what the lines say; the audit finds rounding alone."""
-    store = Store(workplace / "store")
     rows = sampled(store)
-    write(workplace, lines_of(rows, turns=True))
+    lines = lines_of(rows, turns=True)
+    write_lines(FILE, lines)
     named = ("trajectories.jsonl", "--policy", "tiny/policy@0", "--store", "store")
     code, made = command("import", *named)
     assert code == 0
@@ -127,7 +123,7 @@ def test_honest_episodes_are_trained_on(workplace, command):
             assert written[name] == row[name]
         assert written["old_logprobs"] == pytest.approx(row["old_logprobs"])
         for turn, written_turn in zip(row["turns"], written["turns"], strict=True):
-            for name in ("length", "observation_ids", "restart_ids", "observation"):
+            for name in OF_A_TURN:
                 assert written_turn[name] == turn[name]
         assert reward["turn_rewards"] == pytest.approx(episodes.even_ids(row))
         assert reward["reward"] == pytest.approx(sum(episodes.even_ids(row)), abs=1e-6)
@@ -138,18 +134,16 @@ def test_honest_episodes_are_trained_on(workplace, command):
     assert outcome.ref == "tiny/policy@1"
     audit = outcome.metrics["audit"]
     assert audit["mean_gap"] < 1e-5 and audit["rollouts"] == 16
-    take_over(workplace)
+    take_over(lines)
     assert (store.numbers("tiny", "rollouts"), store.numbers("tiny", "rewards")) == ([1], [1])
     assert verify(store)[1] == []
 
 
-def test_answers_of_one_turn_are_rollouts_1(workplace):
-    store = Store(workplace / "store")
+def test_answers_of_one_turn_are_rollouts_1(store):
     rows = sampled(store, most_turns=1, temperature=0.7)
     lines = [{**line, "temperature": 0.7} for line in lines_of(rows, turns=False)]
     del lines[0]["reward"]
-    write(workplace, lines)
-    take_over(workplace, into="theirs", settings=["sampling.max_tokens=9"])
+    take_over(lines, into="theirs", settings=["sampling.max_tokens=9"])
     made = store.open("theirs/rollouts@1"), store.open("theirs/rewards@1")
     manifests = [version.manifest for version in made]
     assert [each.kind_schema for each in manifests] == ["rollouts/1", "rewards/1"]
@@ -162,12 +156,10 @@ def test_answers_of_one_turn_are_rollouts_1(workplace):
     assert metrics["dropped"] == {"not_scored": 1}
 
 
-def test_a_kl_term_and_another_reward_of_the_same_rollouts(workplace):
+def test_a_kl_term_and_another_reward_of_the_same_rollouts(store):
     """Logprobs under the reference need no more than a file's rollouts; rewards the prompts too."""
-    store = Store(workplace / "store")
     rows = sampled(store)
-    write(workplace, lines_of(rows, turns=True))
-    take_over(workplace, prompts=str(world.write_prompts(store, rows).ref))
+    take_over(lines_of(rows, turns=True), prompts=str(world.write_prompts(store, rows).ref))
     outcome = optimized("optimize.kl_coef=0.1")
     assert store.numbers("tiny", "logprobs") == [1]
     assert outcome.metrics["audit"]["mean_gap"] < 1e-5
@@ -182,19 +174,15 @@ def test_a_kl_term_and_another_reward_of_the_same_rollouts(workplace):
     ("temperature", "shift", "said"), [(1.0, 5, "audit"), (2.0, 0, "another temperature")]
 )
 def test_logprobs_of_other_answers_or_another_temperature_are_refused(
-    workplace, temperature, shift, said
+    store, temperature, shift, said
 ):
-    store = Store(workplace / "store")
     lines = lines_of(sampled(store, temperature=temperature), turns=True)
     others = [line["logprobs"] for line in lines]
     for line, other in zip(lines, others[shift:] + others[:shift], strict=True):
         line["logprobs"] = (other * len(line["logprobs"]))[: len(line["logprobs"])]
-    write(workplace, lines)
-    take_over(workplace)
+    take_over(lines)
     with pytest.raises(NumericError, match=said):
-        world.trained(
-            store, store.open("tiny/policy@0"), (store.open(ROLLOUTS), store.open(REWARDS))
-        )
+        optimized()
     assert store.numbers("tiny", "policy") == [0]
 
 
@@ -202,12 +190,9 @@ GOOD = {"prompt_ids": [1, 40], "completion_ids": [45, 46, 2], "logprobs": [-0.3,
 TURNS = [{"length": 2, "observation_ids": [50]}, {"length": 1}]
 
 
-def test_a_step_on_rollouts_of_another_temperature_says_which_it_uses(workplace, caplog):
-    store = Store(workplace / "store")
-    rows = sampled(store, temperature=0.5)
-    lines = [{**line, "temperature": 0.5} for line in lines_of(rows, turns=True)]
-    write(workplace, lines)
-    take_over(workplace)
+def test_a_step_on_rollouts_of_another_temperature_says_which_it_uses(store, caplog):
+    lines = lines_of(sampled(store, temperature=0.5), turns=True)
+    take_over([{**line, "temperature": 0.5} for line in lines])
     caplog.set_level("INFO", "quiver")
     assert optimized().ref == "tiny/policy@1"
     assert "optimize of            tiny/rewards@1, tiny/rollouts@1, tiny/policy@0" in caplog.text
@@ -232,12 +217,13 @@ def test_a_step_on_rollouts_of_another_temperature_says_which_it_uses(workplace,
     ],
 )
 def test_lines_that_say_no_temperature_have_that_of_the_import(
-    workplace, temperatures, settings, expected, of_the_whole
+    store, temperatures, settings, expected, of_the_whole
 ):
     lines = [{**GOOD, "temperature": temperature} for temperature in temperatures]
-    write(workplace, [{k: v for k, v in line.items() if v is not None} for line in lines])
-    take_over(workplace, settings=settings)
-    rollouts = Store(workplace / "store").open("tiny/rollouts@1")
+    take_over(
+        [{k: v for k, v in line.items() if v is not None} for line in lines], settings=settings
+    )
+    rollouts = store.open("tiny/rollouts@1")
     assert rollouts.table()["temperature"].to_pylist() == expected
     assert rollouts.manifest.config["sampling"]["temperature"] == of_the_whole
 
@@ -278,15 +264,14 @@ def test_lines_that_say_no_temperature_have_that_of_the_import(
         ({"turns": [{**TURNS[0], "finish_reason": "abort"}, TURNS[1]]}, "turns.0.finish_reason: abort ends an episode"),
     ],
 )  # fmt: skip
-def test_a_bad_line_is_named_with_its_field_and_nothing_is_written(workplace, changed, words):
+def test_a_bad_line_is_named_with_its_field_and_nothing_is_written(store, changed, words):
     lines = [{**GOOD, "group_id": "g", "reward": 1.0}, {**GOOD, "group_id": "h", **changed}]
     text = "".join(json.dumps(line) + "\n\n" for line in lines).replace("-Infinity", "-1e400")
-    (workplace / "bad.jsonl").write_text(text)
+    FILE.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        take_over(workplace, "bad.jsonl")
-    assert "bad.jsonl line 3" in caught.value.object
+        take_over()
+    assert "trajectories.jsonl line 3" in caught.value.object
     assert words in caught.value.message
-    store = Store(workplace / "store")
     assert store.numbers("tiny", "rollouts") == store.numbers("tiny", "rewards") == []
 
 
@@ -307,82 +292,69 @@ def test_a_bad_line_is_named_with_its_field_and_nothing_is_written(workplace, ch
         ("GOOD\n", {"prompts": "tiny/policy@0"}, "is not a version of prompts"),
     ],
 )
-def test_what_is_wrong_as_a_whole_is_said(workplace, text, options, words):
+def test_what_is_wrong_as_a_whole_is_said(store, text, options, words):
     if text is not None:
-        (workplace / "odd.jsonl").write_text(text.replace("GOOD", json.dumps(GOOD)))
+        FILE.write_text(text.replace("GOOD", json.dumps(GOOD)))
     with pytest.raises(QuiverError) as caught:
-        take_over(workplace, "odd.jsonl", **options)
+        take_over(**options)
     assert words in f"{caught.value.object}: {caught.value.message}"
 
 
-def test_lines_of_saved_prompts_must_have_their_ids(workplace):
-    store = Store(workplace / "store")
+def test_lines_of_saved_prompts_must_have_their_ids(store):
     prompts = world.write_prompts(store, [{**GOOD, "group_id": "g"}])
     for line, words in (
         ({**GOOD, "group_id": "nobody"}, "has no nobody"),
         ({**GOOD, "group_id": "g", "prompt_ids": [1]}, f"has others in {prompts.ref}"),
     ):
-        write(workplace, [line])
         with pytest.raises(ConfigError, match=words):
-            take_over(workplace, prompts=str(prompts.ref))
+            take_over([line], prompts=str(prompts.ref))
 
 
-def test_a_prompt_of_no_tools_is_one_without_tools(workplace):
-    lines = [{**GOOD, "group_id": "g", "tools": []}, {**GOOD, "group_id": "g"}]
-    write(workplace, lines)
-    take_over(workplace)
-    store = Store(workplace / "store")
+def test_a_prompt_of_no_tools_is_one_without_tools(store):
+    take_over([{**GOOD, "group_id": "g", "tools": []}, {**GOOD, "group_id": "g"}])
     assert store.open("tiny/prompts@1").table().to_pylist()[0].get("tools") is None
     assert store.open("tiny/rollouts@1").table().num_rows == 2
 
 
-def test_a_reward_of_the_whole_is_the_last_turns(workplace):
+def test_a_reward_of_the_whole_is_the_last_turns(store):
     """Where other lines have rewards of turns."""
     turns = [{**TURNS[0], "reward": 0.25}, TURNS[1]]
-    write(workplace, [{**GOOD, "turns": turns}, {**GOOD, "turns": TURNS, "reward": 1.0}])
-    take_over(workplace)
-    rewards = Store(workplace / "store").open("tiny/rewards@1").table()
+    take_over([{**GOOD, "turns": turns}, {**GOOD, "turns": TURNS, "reward": 1.0}])
+    rewards = store.open("tiny/rewards@1").table()
     assert rewards["turn_rewards"].to_pylist() == [[0.25, None], [None, 1.0]]
 
 
-def test_a_model_without_an_end_token_may_have_ignored_it(workplace):
+def test_a_model_without_an_end_token_may_have_ignored_it(store):
     """As for `generate`: then no id ends a turn, unless the import names it."""
-    folder = make_folder(workplace / "endless")
+    folder = make_folder(Path("endless"))
     for name in ("config.json", "generation_config.json"):
         content = json.loads((folder / name).read_text())
         (folder / name).write_text(json.dumps({**content, "eos_token_id": None}))
-    store = Store(workplace / "store")
     policy = run_here("policy", {"model": str(folder)}, store, into="endless")
-    write(workplace, [GOOD])
-    source = workplace / "trajectories.jsonl"
     with pytest.raises(ConfigError, match="names no end token") as caught:
-        commands.import_(source, str(policy), store=store.url)
+        take_over([GOOD], str(policy))
     assert "ignore_eos = true" in caught.value.next
     for number, settings, reason in (
         (1, [], "length"),
         (2, [f"sampling.stop_token_ids=[{GOOD['completion_ids'][-1]}]"], "stop"),
     ):
         settings += ["sampling.ignore_eos=true"]
-        commands.import_(source, str(policy), store=store.url, settings=settings)
+        take_over([GOOD], str(policy), settings=settings)
         rows = store.open(f"endless/rollouts@{number}").table()
         assert rows["finish_reason"].to_pylist() == [reason]
 
 
-def test_what_a_line_does_not_say_is_filled_in(workplace):
+def test_what_a_line_does_not_say_is_filled_in(store):
     """Groups by the prompt, the reason by the last id, texts decoded."""
     line = {**GOOD, "completion_ids": [45, 2, 46]}
-    turns = [{"length": 2, "observation_ids": [50]}, {"length": 1}]
-    write(workplace, [GOOD, line, {**line, "turns": turns}, {**GOOD, "prompt_ids": [3]}])
-    take_over(workplace)
-    rows = Store(workplace / "store").open("tiny/rollouts@1").table().to_pylist()
+    take_over([GOOD, line, {**line, "turns": TURNS}, {**GOOD, "prompt_ids": [3]}])
+    rows = store.open("tiny/rollouts@1").table().to_pylist()
     groups = [row["group_id"] for row in rows]
     assert groups[0] == groups[1] == groups[2] != groups[3]
     assert [row["sample_index"] for row in rows] == [0, 1, 2, 0]
     assert [row["finish_reason"] for row in rows] == ["stop", "length", "length", "stop"]
-    assert [row["end_reason"] for row in rows] == ["answered", "max_tokens"] * 1 + [
-        "max_tokens",
-        "answered",
-    ]
+    ends = ["answered", "max_tokens", "max_tokens", "answered"]
+    assert [row["end_reason"] for row in rows] == ends
     decode = tokenizer().decode
     assert [turn["text"] for turn in rows[2]["turns"]] == [decode([45]), decode([46])]
     assert rows[2]["turns"][0]["observation"] == decode([50])

@@ -1,5 +1,6 @@
 """`quiver teach` and `quiver audit`, on rewards that tests write themselves."""
 
+import json
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from quiver.flows.auditing import audit, by_reward, by_versions
 from quiver.flows.calls import calls_of
+from quiver.flows.cli.shared import to_json
 from quiver.flows.look.teaching import teach
 from quiver.flows.look.templates import lines
 from quiver.flows.recipe import Recipe
@@ -131,9 +133,10 @@ def test_beta_is_the_rewards_own_deviation_and_scales_change_nothing(store):
 
 def test_what_cannot_be_compared_is_refused(store):
     sampled = sample(store, {"a": [1, 2], "b": [3]})
-    good = str(pay(store, sampled, [1.0, 0.0, 1.0]).ref)
-    equal = str(pay(store, sampled, [1.0, 1.0, 0.0]).ref)
-    alone = str(pay(store, sampled, [1.0, None, 0.0]).ref)
+    good, equal, alone = (
+        str(pay(store, sampled, numbers).ref)
+        for numbers in ([1.0, 0.0, 1.0], [1.0, 1.0, 0.0], [1.0, None, 0.0])
+    )
     empty = str(pay(store, sample(store, {}, run="c"), []).ref)
     elsewhere = str(pay(store, sample(store, {"a": [1, 2]}, run="b"), [1.0, 0.0]).ref)
     for refs, beta, error, words in (
@@ -156,9 +159,7 @@ def test_the_command_says_the_same_in_json_and_in_words(store, command, monkeypa
     code, answer = command("teach", *refs, "--beta", "0.5")
     assert code == 0
     expected = teach(store, refs, 0.5)
-    assert (
-        answer["rewards"][0]["measures"][0]["now"] == expected["rewards"][0]["measures"][0]["now"]
-    )
+    assert answer == json.loads(to_json(expected))
     text = "\n".join(lines("lessons", expected))
     tokens = expected["rewards"][0]["measures"][-3]
     assert f"{100 * tokens['change'] / tokens['now']:+.1f} %" in text
@@ -190,6 +191,23 @@ class Run:
         inputs = {"policy": self.policy, "rollouts": sampled, "rewards": paid}
         self.policy = self._policy("optimize", inputs)
         return sampled
+
+
+def agreeing(store, iterations, shape, noise=0.0):
+    """A run, and references to second rewards of its rollouts that are the training rewards plus
+    noise. `shape`: prompts and answers."""
+    draw = np.random.default_rng(1)
+    run, seconds = Run(store), []
+    for _ in range(iterations):
+        training = draw.normal(size=shape)
+        sampled = run.train(draw.integers(1, 9, shape), training)
+        second = training + noise * draw.normal(size=shape)
+        seconds.append(str(pay(store, sampled, second.ravel().tolist()).ref))
+    return run, seconds
+
+
+def iterations_of(answer):
+    return [entry["iteration"] for entry in answer["iterations"]]
 
 
 @pytest.fixture
@@ -252,21 +270,12 @@ def test_the_gap_opens_where_the_reward_is_hacked(store, hacked):
 
 
 def test_without_hacking_no_gap_is_told_apart(store):
-    draw = np.random.default_rng(1)
-    run, seconds = Run(store), []
-    for _ in range(3):
-        training = draw.normal(size=(12, 4))
-        sampled = run.train(draw.integers(1, 9, (12, 4)), training)
-        second = training + draw.normal(size=(12, 4))
-        seconds.append(str(pay(store, sampled, second.ravel().tolist()).ref))
+    _, seconds = agreeing(store, 3, (12, 4), noise=1.0)
     answer = audit(store, "toy", by_versions(store, seconds), 20)
     assert answer["opens"] is None
     remove(store, "toy/rewards@1")
     answer = audit(store, "toy", by_versions(store, seconds), num_iterations=2)
-    assert (answer["left_out"], [entry["iteration"] for entry in answer["iterations"]]) == (
-        [1],
-        [2, 3],
-    )
+    assert (answer["left_out"], iterations_of(answer)) == ([1], [2, 3])
     assert "iterations 1." in "\n".join(lines("audit", answer))
     with pytest.raises(LineageError, match="no iteration has saved rollouts with both rewards"):
         audit(store, "toy", by_versions(store, []), 20)
@@ -288,36 +297,23 @@ def test_rounding_opens_no_gap(store):
 
 
 def test_each_named_version_counts_wherever_its_iteration_is(store):
-    draw = np.random.default_rng(6)
-    run, seconds = Run(store), []
-    for _ in range(6):
-        training = draw.normal(size=(4, 3))
-        sampled = run.train(draw.integers(1, 9, (4, 3)), training)
-        seconds.append(str(pay(store, sampled, training.ravel().tolist()).ref))
+    _, seconds = agreeing(store, 6, (4, 3))
     answer = audit(store, "toy", by_versions(store, [seconds[3], seconds[1]]), num_iterations=2)
-    assert [entry["iteration"] for entry in answer["iterations"]] == [2, 4]
+    assert iterations_of(answer) == [2, 4]
     assert {row["second_rewards"] for row in answer["rows"]} == {seconds[1], seconds[3]}
     again = pay(store, store.open("toy/rollouts@2"), [1.0] * 12)
-    words = f"scores toy/rollouts@2, as {seconds[1]} does"
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=f"scores toy/rollouts@2, as {seconds[1]} does"):
         by_versions(store, [seconds[1], str(again.ref)])
     stray = pay(store, sample(store, {"a": [1, 2]}), [1.0, 0.0])
-    words = "scores toy/rollouts@7, which no iteration of run toy learned from"
-    with pytest.raises(LineageError, match=words):
+    with pytest.raises(LineageError, match="toy/rollouts@7, which no iteration of run toy learned"):
         audit(store, "toy", by_versions(store, [seconds[0], str(stray.ref)]), 20)
 
 
 def test_iterations_between_those_looked_at_are_not_opened(store):
-    draw = np.random.default_rng(5)
-    run, seconds = Run(store), []
-    for _ in range(3):
-        training = draw.normal(size=(6, 4))
-        sampled = run.train(draw.integers(1, 9, (6, 4)), training)
-        seconds.append(str(pay(store, sampled, training.ravel().tolist()).ref))
-    refs = [seconds[0], seconds[2]]
+    _, seconds = agreeing(store, 3, (6, 4))
     store.storage.put("toy/prompts/v000002/manifest.json", b"torn")
-    answer = audit(store, "toy", by_versions(store, refs), num_iterations=2)
-    assert [entry["iteration"] for entry in answer["iterations"]] == [1, 3]
+    answer = audit(store, "toy", by_versions(store, seconds[::2]), num_iterations=2)
+    assert iterations_of(answer) == [1, 3]
 
 
 def test_a_recipe_scores_the_same_part_of_each_iteration_once(store):
@@ -360,7 +356,7 @@ def test_a_recipe_scores_the_same_part_of_each_iteration_once(store):
         remove(store, f"toy/prompts@{number}")
     answer = audited()
     assert answer["left_out"] == [1, 2], "their prompts are gone"
-    assert [entry["iteration"] for entry in answer["iterations"]] == [3]
+    assert iterations_of(answer) == [3]
 
 
 def test_what_the_second_reward_is_must_be_one_thing(store, command, monkeypatch):

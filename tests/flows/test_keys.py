@@ -26,7 +26,6 @@ from quiver.stages.prompt.config import Curriculum
 from quiver.stages.reward.config import Config as RewardConfig
 from quiver.stages.reward.config import FunctionConfig, ModelConfig, Overlong, ServerConfig
 from quiver.stages.turns.config import Turns
-from tests.flows.conftest import RECIPE
 from tests.test_architecture import FILES
 
 ROOT = Path(__file__).parents[2]
@@ -66,13 +65,6 @@ WRONG = {
     "true or false": '"perhaps"',
 }
 """By the first words of a type: a value of another; for all other types a number."""
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    path = tmp_path / "recipe.toml"
-    path.write_text(RECIPE)
-    return path
 
 
 def setting(name: str, text: str) -> str:

@@ -15,7 +15,6 @@ from quiver.flows.look.lineage import Index, descent, lineage, parents_of, trace
 from quiver.schemas.errors import CorruptError, LineageError
 from quiver.schemas.manifest import Input, ModelEntry
 from quiver.schemas.refs import Ref
-from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store, marks
 from quiver.stages.core.store.listing import EXPIRED
 from quiver.stages.core.store.retention import remove
@@ -24,9 +23,11 @@ from tests.benchmarks.made import (
     make_rewards,
     rollouts_table,
     tiny_policy,
+    write_rollouts,
     write_version,
 )
 from tests.flows import long_run
+from tests.writing import run_here
 
 
 @pytest.fixture
@@ -38,9 +39,7 @@ def store(tmp_path) -> Store:
     asked = make_prompts(store, 2)
     models = (ModelEntry(role="reward:helpful", ref="somebody/reward-model"),)
     table = rollouts_table(4, 8, 8, 2)
-    make_rewards(
-        store, write_version(store, "rollouts", "generate", table, {"prompts": asked}, models)
-    )
+    make_rewards(store, write_rollouts(store, asked, table, models=models))
     return store
 
 
@@ -89,9 +88,8 @@ def test_a_torn_source_hides_no_other(store, command):
     (Path(store.url) / "bench/rollouts/v000001/manifest.json").write_text("{")
     code, tree = command("lineage", "bench/rewards@2", "--store", store.url)
     torn, whole = tree["inputs"]
-    assert torn["ref"] == "bench/rollouts@1" and torn["error"].startswith(
-        "E-CORRUPT bench/rollouts"
-    )
+    assert torn["ref"] == "bench/rollouts@1"
+    assert torn["error"].startswith("E-CORRUPT bench/rollouts")
     assert whole["stage"] == "prompt" and code == 3
     with pytest.raises(CorruptError):
         lineage(store, "bench/rollouts@1")
@@ -101,7 +99,7 @@ def test_another_version_under_the_same_number_is_no_source(store, capsys):
     """It was made of something else, which is not shown."""
     shutil.rmtree(Path(store.url) / "bench/rollouts/v000001")
     table = rollouts_table(4, 8, 8, 2).slice(0, 3)
-    write_version(store, "rollouts", "generate", table, {"prompts": store.open("bench/prompts@1")})
+    write_rollouts(store, store.open("bench/prompts@1"), table)
     versions.lineage("bench/rewards@1", store=store.url)
     assert capsys.readouterr().out.splitlines() == [
         "bench/rewards@1",
@@ -182,21 +180,24 @@ def test_a_fork_begins_with_the_policy_that_was_trained_otherwise(long, capsys):
     ]
 
 
+def score(store, iterations: int) -> None:
+    """Logprobs of the first iterations under the base policy, which all of them have."""
+    models = [("ref", "long/policy@0")]
+    for number in range(1, iterations + 1):
+        inputs = [("rollouts", f"long/rollouts@{number}")]
+        long_run.write(store, f"long/logprobs@{number}", "logprobs", inputs, models)
+
+
 @pytest.mark.parametrize("down", [False, True])
 def test_the_output_does_not_grow_with_the_run(tmp_path, capsys, down):
-    lengths = []
+    lengths = set()
     for number in (6, 18):
         store = Store(tmp_path / str(number))
         long_run.write_run(store, number)
-        # all reward models of a run are one, and every iteration has it
-        for each in range(1, number):
-            inputs = [("rollouts", f"long/rollouts@{each}")]
-            long_run.write(
-                store, f"long/logprobs@{each}", "logprobs", inputs, [("ref", "long/policy@0")]
-            )
-        refs = ["long/policy@0"] if down else [f"long/policy@{number}"]
-        lengths.append([len(said(capsys, store, ref, down=down)) for ref in refs])
-    assert lengths[0] == lengths[1]
+        score(store, number - 1)
+        ref = f"long/policy@{0 if down else number}"
+        lengths.add(len(said(capsys, store, ref, down=down)))
+    assert len(lengths) == 1
 
 
 def test_descent_is_what_the_manifests_name(long):
@@ -211,11 +212,7 @@ def test_descent_is_what_the_manifests_name(long):
 
 
 def test_descent_folds_a_line_and_what_is_made_alike(long, capsys):
-    for number in range(1, 5):
-        inputs = [("rollouts", f"long/rollouts@{number}")]
-        long_run.write(
-            long, f"long/logprobs@{number}", "logprobs", inputs, [("ref", "long/policy@0")]
-        )
+    score(long, 4)
     assert said(capsys, long, "long/policy@0", down=True, depth="2") == [
         "long/policy@0",
         "policy: long/prompts@1",
@@ -328,21 +325,18 @@ def refs_in(node):
 
 def parents_of_none(store, policy) -> bool:
     """True if no policy was trained from it."""
-    entries = [
-        entry for version in store.versions(kind="policy") for entry in version.manifest.inputs
-    ]
-    return not any(entry.role == "policy" and entry.ref == policy for entry in entries)
+    policies = [version.manifest for version in store.versions(kind="policy")]
+    return policy not in [each.input("policy").ref for each in policies if each.input("policy")]
 
 
 def test_a_group_is_asked_only_in_sampled_rollouts_that_have_it(store):
     """Not in a part that was drawn for an audit, nor in rollouts that left the prompt out."""
     rollouts = store.open("bench/rollouts@1")
     refs = {"rollouts": str(rollouts.ref)}
-    run_stage("subset", {"prompts": 2}, store, into="bench.audit", in_process=True, **refs)
-    asked = {"prompts": store.open("bench/prompts@1")}
+    run_here("subset", {"prompts": 2}, store, into="bench.audit", **refs)
     table = rollouts.table()
     few = table.filter(pc.equal(table["group_id"], "g1"))
-    write_version(store, "rollouts", "generate", few, asked)
+    write_rollouts(store, store.open("bench/prompts@1"), few)
     for group, expected in (
         ("g0", ["bench/rollouts@1"]),
         ("g1", ["bench/rollouts@1", "bench/rollouts@2"]),
@@ -359,37 +353,29 @@ def test_rows_of_two_sources_with_one_group_id_are_told_apart(store, capsys):
     texts = pa.array(["Name a sea.", "Name a lake."])
     place = table.schema.get_field_index("prompt_text")
     table = table.set_column(place, table.schema.field(place), texts)
-    asked = write_version(store, "prompts", "prompt", table)
+    write_version(store, "prompts", "prompt", table)
     for prompts in ("bench/prompts@1", "bench/prompts@2"):
-        asked = {"prompts": store.open(prompts)}
-        write_version(store, "rollouts", "generate", rollouts_table(4, 8, 8, 2), asked)
-    policies = [
-        long_run.write(
-            store,
-            f"bench/policy@{number}",
-            "optimize",
-            [("policy", "bench/policy@0"), ("rollouts", f"bench/rollouts@{number}")],
-        )
-        for number in (1, 2, 3)
-    ]
+        write_rollouts(store, store.open(prompts), rollouts_table(4, 8, 8, 2))
+    policies = []
+    for number in (1, 2, 3):
+        learned = [("policy", "bench/policy@0"), ("rollouts", f"bench/rollouts@{number}")]
+        policies.append(long_run.write(store, f"bench/policy@{number}", "optimize", learned))
     answer = trace_row(store, "g1")
     assert [one["row_of"] for one in answer["asked"]] == [0, 0, 1]
     assert [one["line"] for one in answer["asked"]] == [policies[:2], policies[:2], policies[2:]]
     lines = said(capsys, store, row="g1")
-    words = [tuple(line.split()[:1] + line.split()[-1:]) for line in lines]
-    gone = "gone)"
-    assert words == [
-        ("prompt", lines[0].split()[-1]),
-        ("asked", "bench/prompts@1"),
-        ("trained", gone),
-        ("asked", "bench/prompts@1"),
-        ("trained", gone),
-        ("in", "bench/policy@1"),
-        ("in", "bench/policy@2"),
-        ("prompt", "lake."),
-        ("asked", "bench/prompts@2"),
-        ("trained", gone),
-        ("in", "bench/policy@3"),
+    words = [f"{line.split()[0]} {line.split()[-1]}" for line in lines]
+    assert words[0].startswith("prompt ") and words[1:] == [
+        "asked bench/prompts@1",
+        "trained gone)",
+        "asked bench/prompts@1",
+        "trained gone)",
+        "in bench/policy@1",
+        "in bench/policy@2",
+        "prompt lake.",
+        "asked bench/prompts@2",
+        "trained gone)",
+        "in bench/policy@3",
     ]
 
 

@@ -23,7 +23,13 @@ from quiver.schemas.manifest import from_json
 from quiver.schemas.refs import Ref
 from quiver.stages.core.store import Store, marks
 from quiver.stages.core.store.listing import EXPIRED
-from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
+from tests.benchmarks.made import (
+    make_prompts,
+    make_rewards,
+    rollouts_table,
+    write_rollouts,
+    write_version,
+)
 from tests.stages.optimize import world
 from tests.tiny import make_policy
 from tests.writing import run_here
@@ -34,6 +40,12 @@ def store(finished, tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("looking") / "store"
     shutil.copytree(finished / "finished", path)
     return str(path)
+
+
+@pytest.fixture
+def changing(store, tmp_path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(store, tmp_path / "store")
 
 
 def test_a_diff_of_rewards_says_what_became_of_them(store, capsys):
@@ -110,11 +122,10 @@ def test_show_tells_a_policys_steps_and_an_evaluations_interval(store, capsys):
     assert score_line({"score": 0.5, "stderr": None, "n": 1}) == "0.5 over 1 prompt"
 
 
-def test_show_tells_steps_and_rows_whose_rollouts_are_gone(store, tmp_path, capsys):
-    shutil.copytree(store, tmp_path / "store")
-    shutil.rmtree(tmp_path / "store/golden/rollouts/v000001")
+def test_show_tells_steps_and_rows_whose_rollouts_are_gone(store, changing, capsys):
+    shutil.rmtree(changing / "golden/rollouts/v000001")
     for ref in ("golden/updates@2", "golden/prompts@1", "golden/rewards@1"):
-        versions.show(ref, 1, str(tmp_path / "store"))
+        versions.show(ref, 1, str(changing))
     shown = capsys.readouterr().out
     (loss, _) = Store(store).open("golden/updates@2").table()["loss"].to_pylist()
     assert f"{loss:.4g}" in shown and "1 of 4: " in shown
@@ -129,9 +140,8 @@ def test_show_prints_the_manifest_where_it_is_asked_for(store, capsys):
     assert fields == written.model_dump(mode="json", by_alias=True)
 
 
-def test_show_prints_the_manifest_of_what_expired_with_its_mark(store, tmp_path, capsys, in_json):
-    shutil.copytree(store, tmp_path / "store")
-    path = str(tmp_path / "store")
+def test_show_prints_the_manifest_of_what_expired_with_its_mark(changing, capsys, in_json):
+    path = str(changing)
     opened = Store(path)
     written = opened.open("golden/rewards@1").manifest.model_dump(mode="json", by_alias=True)
     marks.write(opened.storage, Ref("golden", "rewards", 1), EXPIRED, "gc, keep = 1")
@@ -143,11 +153,10 @@ def test_show_prints_the_manifest_of_what_expired_with_its_mark(store, tmp_path,
     assert answer["expired"] == mark and mark.endswith("gc, keep = 1")
 
 
-def test_each_question_about_a_run_has_a_report_of_its_own(store, tmp_path, capsys):
-    shutil.copytree(store, tmp_path / "store")
+def test_each_question_about_a_run_has_a_report_of_its_own(changing, capsys):
     for named in ("golden", "golden/policy@1"):
         for beside in (None, "own"):
-            versions.report(named, beside, None, str(tmp_path / "store"))
+            versions.report(named, beside, None, str(changing))
     of_run, compared, of_policy, policy_compared = map(Path, capsys.readouterr().out.split())
     assert [of_run.name, of_policy.name] == ["report.html", "report-policy-1.html"]
     assert compared.name == "report-beside-own.html"
@@ -157,7 +166,7 @@ def test_each_question_about_a_run_has_a_report_of_its_own(store, tmp_path, caps
     assert "Not shown" not in of_run.read_text()
     assert "Not shown: golden/policy@2, where" in of_policy.read_text()
     with pytest.raises(ConfigError, match="a report shows a run or the line of a policy"):
-        versions.report("golden/rewards@1", None, None, str(tmp_path / "store"))
+        versions.report("golden/rewards@1", None, None, str(changing))
 
 
 def test_reports_of_runs_in_buckets_go_into_different_files_here():
@@ -201,14 +210,13 @@ def test_ls_sums_bytes(store, in_json):
     assert sizes["store"] >= sum(row["on_disk"] for row in sizes["runs"])
 
 
-def test_a_damaged_version_and_a_damaged_tag_are_listed_among_the_others(store, tmp_path, capsys):
-    shutil.copytree(store, tmp_path / "store")
-    (tmp_path / "store/held/rewards/.index").unlink(missing_ok=True)  # it has read the manifest
-    (tmp_path / "store/held/rewards/v000001/manifest.json").write_text("{")
-    (tmp_path / "store/held/tags/best/000001.json").write_text("\0")
+def test_a_damaged_version_and_a_damaged_tag_are_listed_among_the_others(changing, capsys):
+    (changing / "held/rewards/.index").unlink(missing_ok=True)  # it has read the manifest
+    (changing / "held/rewards/v000001/manifest.json").write_text("{")
+    (changing / "held/tags/best/000001.json").write_text("\0")
     for size in (True, False):
         with pytest.raises(SystemExit) as end:
-            versions.ls("held", str(tmp_path / "store"), size)
+            versions.ls("held", str(changing), size)
         assert end.value.code == 3
         lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 10
@@ -218,14 +226,8 @@ def test_a_damaged_version_and_a_damaged_tag_are_listed_among_the_others(store, 
 
 def test_no_character_of_a_model_moves_the_cursor(tmp_path, capsys):
     store = Store(tmp_path / "store")
-    table = rollouts_table(2, 4, 4)
-    texts = pa.array(["\x1b[31mred\x07\r", "left\u202eright\u200b"])
-    table = table.set_column(
-        table.schema.get_field_index("completion_text"), "completion_text", texts
-    )
-    rollouts = write_version(
-        store, "rollouts", "generate", table, {"prompts": make_prompts(store, 1)}
-    )
+    texts = ["\x1b[31mred\x07\r", "left\u202eright\u200b"]
+    rollouts = write_rollouts(store, make_prompts(store, 1), rollouts_table(2, 4, 4), texts)
     rewards = make_rewards(store, rollouts)
     versions.show(str(rewards.ref), 2, store.url)
     shown = capsys.readouterr().out
@@ -233,16 +235,11 @@ def test_no_character_of_a_model_moves_the_cursor(tmp_path, capsys):
     assert all(character.isprintable() or character == "\n" for character in shown)
 
 
-def test_prompts_that_are_none_pair_nothing(store, tmp_path):
-    shutil.copytree(store, tmp_path / "store")
-    opened = Store(tmp_path / "store")
+def test_prompts_that_are_none_pair_nothing(changing):
+    opened = Store(changing)
     version = opened.open("held/rewards@2")
-    inputs = [
-        entry.model_copy(update={"role": "prompts"})
-        for entry in version.manifest.inputs
-        if entry.role == "rollouts"
-    ]
-    manifest = version.manifest.model_copy(update={"inputs": tuple(inputs)})
+    inputs = (version.manifest.require_input("rollouts").model_copy(update={"role": "prompts"}),)
+    manifest = version.manifest.model_copy(update={"inputs": inputs})
     version.files.path("manifest.json").write_bytes(manifest.to_json())
     rows = diff(opened, "held/rewards@1", "held/rewards@2")["rows"]
     assert (rows["both"], rows["paired_by"]) == (0, "rollout_id")
@@ -288,11 +285,7 @@ NOTED = {"note": "a half the rate\nfor the night" + " and the day after it" * 3}
 def noted(tmp_path_factory) -> Store:
     """A store with the same scores, clipped at two bounds, one of them with a note."""
     store = Store(tmp_path_factory.mktemp("noted") / "store")
-    make_prompts(store, 4)
-    prompts = store.open("bench/prompts@1")
-    rollouts = write_version(
-        store, "rollouts", "generate", rollouts_table(16, 4, 4), {"prompts": prompts}
-    )
+    rollouts = write_rollouts(store, make_prompts(store, 4), rollouts_table(16, 4, 4))
     for high, about in ((1.0, {}), (0.5, NOTED)):
         config = {"functions": [{"use": "repetition"}], "reward_clip": [0.0, high]}
         run_here("reward", config, store, rollouts=rollouts.ref, **about)
@@ -330,12 +323,8 @@ def test_ls_shows_the_keys_that_differ_and_those_that_are_named(noted, in_json):
     clips = [row["columns"] for row in answer if "rewards" in row["ref"]]
     assert clips == [{"reward.reward_clip": [0.0, 1.0]}, {"reward.reward_clip": [0.0, 0.5]}]
     named = in_json(versions.ls, store=noted.url, columns="functions.0.use, rows")["versions"]
-    assert [row["columns"].get("functions.0.use") for row in named] == [
-        None,
-        None,
-        "repetition",
-        "repetition",
-    ]
+    uses = [row["columns"].get("functions.0.use") for row in named]
+    assert uses == [None, None, "repetition", "repetition"]
     with pytest.raises(ConfigError, match="only one of these can be given"):
         versions.ls(store=noted.url, columns="rows", differing=True)
 
@@ -359,9 +348,7 @@ def test_rm_names_a_few_of_many_versions_that_were_made_of_it(tmp_path, capsys, 
     store = Store(tmp_path / "store")
     prompts = make_prompts(store, 1)
     for _ in range(2):
-        rollouts = write_version(
-            store, "rollouts", "generate", rollouts_table(4, 4, 4), {"prompts": prompts}
-        )
+        rollouts = write_rollouts(store, prompts, rollouts_table(4, 4, 4))
     for _ in range(8):
         make_rewards(store, rollouts)
     versions.rm(str(rollouts.ref), store=store.url)
@@ -376,10 +363,10 @@ def test_rm_names_a_few_of_many_versions_that_were_made_of_it(tmp_path, capsys, 
 
 
 def test_ls_has_no_keys_of_a_manifest_that_was_lost_since_it_was_read(noted, tmp_path, in_json):
-    store = Store(shutil.copytree(noted.url, tmp_path / "store"))
-    in_json(versions.ls, store=store.url)
-    (tmp_path / "store/bench/rewards/v000002/manifest.json").unlink()
-    answer = in_json(versions.ls, store=store.url, columns="functions.0.use")["versions"]
+    path = shutil.copytree(noted.url, tmp_path / "store")
+    in_json(versions.ls, store=str(path))
+    (path / "bench/rewards/v000002/manifest.json").unlink()
+    answer = in_json(versions.ls, store=str(path), columns="functions.0.use")["versions"]
     assert [row["columns"] for row in answer if "rewards" in row["ref"]] == [
         {"functions.0.use": "repetition"},
         {},

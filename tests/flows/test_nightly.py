@@ -21,7 +21,8 @@ from quiver.flows.cli.running import nightly as shell_nightly
 from quiver.flows.recipe import load
 from quiver.schemas.errors import ConfigError, ConflictError
 from quiver.stages.core.store import Store
-from tests.flows.conftest import quiver, stay_here, write_recipe
+from tests.flows.conftest import options, quiver, stay_here, write_recipe
+from tests.writing import write_lines
 
 pytestmark = pytest.mark.prefect
 
@@ -43,7 +44,7 @@ def folder(tmp_path_factory):
     made = write_recipe(tmp_path_factory.mktemp("nights"))
     for name, plus in (("questions", 5), ("held_out", 6)):
         rows = [{"question": f"What is {a} plus {plus}?", "answer": a + plus} for a in range(24)]
-        (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(made / f"{name}.jsonl", rows)
     return made
 
 
@@ -350,8 +351,7 @@ def test_the_name_of_the_night_reaches_the_rows():
 
 def test_the_same_from_the_shell(store, nights, folder, server, command):
     """And what a night rewarded is replaced by a person's word."""
-    options = [word for setting in BETTER for word in ("--set", setting)]
-    night = ["nightly", "recipe.toml", "--night", "one", *options]
+    night = ["nightly", "recipe.toml", "--night", "one", *options(BETTER)]
     assert quiver(folder, *night, PREFECT_API_URL=server) == {**nights[0], "iterations": []}
     _, shown = command("history", "tiny/policy@prod")
     assert [entry["key"] for entry in shown["entries"]][:3] == ["base", "night one", "night two"]

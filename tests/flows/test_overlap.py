@@ -3,9 +3,9 @@ becomes of a stopped run."""
 
 import os
 import signal
-import subprocess
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -17,30 +17,28 @@ from quiver.stages.core.run.call import Call
 from quiver.stages.core.run.stage_process import run_call
 from quiver.stages.core.store import Store
 from tests.flows.conftest import (
-    RECIPE,
-    command_environment,
-    command_line,
     left_behind,
+    options,
     processes,
     quiver,
+    started,
     write_recipe,
 )
 
 OVERLAP = ("overlap=1", "iterations=3", "optimize.max_staleness=1", "data.held_out=null")
-OPTIONS = [part for setting in OVERLAP for part in ("--set", setting)]
+OPTIONS = options(OVERLAP)
 
 
-def test_a_stale_policy_must_be_allowed(tmp_path):
-    (tmp_path / "recipe.toml").write_text(RECIPE)
+def test_a_stale_policy_must_be_allowed(recipe):
     for settings, said in (
         (["overlap=1"], ">= overlap = 1, got 0"),
         (["overlap=1", "optimize.replay=1"], "replay = 1 + overlap = 1"),
     ):
         with pytest.raises(ConfigError) as caught:
-            load(tmp_path / "recipe.toml", settings)
+            load(recipe, settings)
         assert said in caught.value.message
     with pytest.raises(ConfigError, match="overlap"):
-        load(tmp_path / "recipe.toml", ["overlap=2", "optimize.max_staleness=2"])
+        load(recipe, ["overlap=2", "optimize.max_staleness=2"])
 
 
 def both_at_work(folder) -> bool:
@@ -57,19 +55,15 @@ def stopped(tmp_path_factory):
     """A folder in which a run was stopped twice (Ctrl-C, kill -9) while two stages were at work,
     and then came to its end."""
     folder = write_recipe(tmp_path_factory.mktemp("stopped"))
-    command = [*command_line(), "run", "recipe.toml", *OPTIONS]
+    words = ("run", "recipe.toml", *OPTIONS)
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
-        running = subprocess.Popen(
-            command, cwd=folder, env=command_environment(folder), start_new_session=True
-        )
-        while not both_at_work(folder):
-            assert running.poll() is None, "the run ended before it could be stopped"
-            time.sleep(0.02)
+        at_work = partial(both_at_work, folder)
+        running = started(folder, *words, until=at_work, start_new_session=True)
         os.killpg(running.pid, number)
         assert running.wait(30) == code
         assert left_behind(folder) == []
         assert Store(folder / "store").numbers("tiny", "policy") == [0]
-    return folder, quiver(folder, "run", "recipe.toml", *OPTIONS)["iterations"]
+    return folder, quiver(folder, *words)["iterations"]
 
 
 @pytest.mark.prefect

@@ -27,10 +27,11 @@ from quiver.stages.core.store import Store
 from tests.flows.conftest import (
     QUICK,
     command_environment,
-    command_line,
     left_behind,
+    options,
     quiver,
     shared_api,
+    started,
     wait_until,
 )
 
@@ -85,7 +86,7 @@ def pool_runs() -> list[dict]:
 
 def on_pool(folder, *settings: str) -> list[str]:
     given = (f"store={str(folder / 'store')!r}", "data.held_out=null", "iterations=1", *settings)
-    return [part for setting in given for part in ("--set", setting)]
+    return options(given)
 
 
 def test_the_stage_s_own_error_comes_back(place):
@@ -160,14 +161,8 @@ def test_ctrl_c_ends_the_stage_on_the_worker(place):
         "seed=3",
     )
     arguments = ["run", "recipe.toml", *on_pool(place, "placement.generate=box", *slow)]
-    running = subprocess.Popen(
-        [*command_line(), *arguments],
-        cwd=place,
-        env=command_environment(place),
-    )
-    while not [*(place / "store/tiny/rollouts/.work").glob("*.notes/*.json")]:
-        assert running.poll() is None, "the run ended before it could be stopped"
-        time.sleep(0.05)
+    notes = "store/tiny/rollouts/.work/*.notes/*.json"
+    running = started(place, *arguments, until=lambda: list(place.glob(notes)))
     running.send_signal(signal.SIGINT)
     assert running.wait(30) == 130
     assert left_behind(place, "-m\0quiver.stages\0generate") == []

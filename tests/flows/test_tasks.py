@@ -17,7 +17,7 @@ from quiver.schemas import errors
 from quiver.stages.core.files import storage_errors
 from quiver.stages.core.run import stage_process
 from quiver.stages.core.store import Store
-from tests.flows.conftest import quiver
+from tests.flows.conftest import options, quiver
 
 FLOWS = {
     "nightly": nightly.nightly,
@@ -170,8 +170,7 @@ def test_what_travels_is_small_and_a_stage_is_a_flow(api, workplace, monkeypatch
 def test_a_missing_training_source_is_told_before_anything_is_generated(workplace):
     rows = (workplace / "held_out.jsonl").rename(workplace / "other.jsonl")
     settings = ("run=nowhere", "data.source=nowhere.jsonl", "data.held_out={source='other.jsonl'}")
-    options = [part for setting in settings for part in ("--set", setting)]
-    error = quiver(workplace, "run", "recipe.toml", *options, code=2)["error"]
+    error = quiver(workplace, "run", "recipe.toml", *options(settings), code=2)["error"]
     rows.rename(workplace / "held_out.jsonl")
     assert "nowhere.jsonl" in error["message"]
     assert [

@@ -35,6 +35,10 @@ def rewrite(version, **changes) -> None:
     path.write_bytes(canonical({**data, "checksum": digest(data)}))
 
 
+def tear(version) -> None:
+    (version.files.folder / "manifest.json").write_bytes(b"{")
+
+
 def said(store, ref=None) -> str:
     return " | ".join(str(error) for error in verify(store, ref)[1])
 
@@ -71,6 +75,12 @@ def test_models_are_held_to_their_hashes(store, policy):
     assert len(verify(store)[1]) == 2, "what is not in the store is not looked for"
 
 
+def fields_of(*entries: FileEntry) -> dict:
+    """What a manifest says of its files."""
+    files = [entry.model_dump(mode="json") for entry in entries]
+    return {"files": files, "content_hash": content_hash("logprobs/1", entries)}
+
+
 def crafted(version) -> None:
     """An Arrow file whose offsets lead outside, with the right hash everywhere."""
     (path,) = version.files.folder.glob("part-00000-*.arrow")
@@ -79,11 +89,7 @@ def crafted(version) -> None:
     raw[offsets + 4 : offsets + 8] = (0x7FFFFFF0).to_bytes(4, "little")
     path.write_bytes(raw)
     entry = FileEntry(name=path.name, bytes=len(raw), sha256=sha256(path), rows=2)
-    rewrite(
-        version,
-        files=[entry.model_dump(mode="json")],
-        content_hash=content_hash("logprobs/1", (entry,)),
-    )
+    rewrite(version, **fields_of(entry))
 
 
 def test_a_crafted_arrow_file_with_the_right_hash_is_told(store, monkeypatch):
@@ -114,8 +120,7 @@ def crashes(tmp_path, monkeypatch):
 def test_a_file_is_held_to_the_rows_of_its_entry(store):
     version = commit(store, shards=1)
     entries = [entry.model_copy(update={"rows": 5}) for entry in version.manifest.files]
-    files = [entry.model_dump(mode="json") for entry in entries]
-    rewrite(version, rows=5, files=files, content_hash=content_hash("logprobs/1", tuple(entries)))
+    rewrite(version, rows=5, **fields_of(*entries))
     with pytest.raises(CorruptError, match="expected 5 rows, found 2"):
         Store(store.url).open(version.ref).table()
 
@@ -136,7 +141,7 @@ def test_what_was_made_of_a_torn_version_is_told_beside_it(store):
     """It is whole itself, so it is not put aside for that."""
     first = commit(store)
     second = commit(store, Settings(seed=1), inputs={"other": first})
-    (first.files.folder / "manifest.json").write_bytes(b"{")
+    tear(first)
     torn, dependent = verify(Store(store.url))[1]
     assert isinstance(torn, CorruptError) and torn.object == "a/logprobs@1"
     assert isinstance(dependent, LineageError) and dependent.object == "a/logprobs@2"
@@ -150,7 +155,7 @@ def test_what_is_torn_decides_on_the_exit_code(store, command, monkeypatch):
     """Also if the version that was made of it comes first."""
     policy = make_policy(store, 0)
     make_table(store, 0, models={"policy": policy})
-    (policy.files.folder / "manifest.json").write_bytes(b"{")
+    tear(policy)
     monkeypatch.chdir(Path(store.url).parent)
     code, answer = command("verify", "--store", store.url)
     objects = [(error["code"], error["object"]) for error in answer["bad"]]
@@ -169,13 +174,25 @@ def test_a_file_that_crashes_its_reader_crashes_a_child_alone(tmp_path, crashes)
         assert "FileNotFoundError" in check.problem(tmp_path / "nowhere.arrow")
 
 
+def stop(store, written=None, **settings) -> None:
+    """A stage that was stopped after the rows of `written`."""
+    with pytest.raises(KeyboardInterrupt), work_on(store, Settings(**settings)) as work:
+        if written:
+            work.write(0, written.table())
+        raise KeyboardInterrupt
+
+
+def work_of(store, pattern: str) -> Path:
+    """The one path of unfinished work that fits."""
+    (path,) = (Path(store.url) / "a/logprobs/.work").glob(pattern)
+    return path
+
+
 @pytest.mark.parametrize("damaged", ["*.notes/part-00000.json", "*/part-00000-*.arrow"])
 def test_damage_of_unfinished_work_is_told(store, damaged):
-    with pytest.raises(KeyboardInterrupt), work_on(store) as work:
-        work.write(0, commit(Store(Path(store.url).with_name("other")), shards=1).table())
-        raise KeyboardInterrupt
+    stop(store, commit(Store(Path(store.url).with_name("other")), shards=1))
     assert said(store) == ""
-    (path,) = (Path(store.url) / "a/logprobs/.work").glob(damaged)
+    path = work_of(store, damaged)
     raw = bytearray(path.read_bytes())
     raw[-20] ^= 1
     path.write_bytes(raw)
@@ -197,9 +214,8 @@ def test_what_a_stage_goes_on_from_is_looked_at(store, damage):
         state.write_bytes(b"Weights")
     elif damage == "gone":
         state.unlink()
-    assert ("unfinished progress: is not what was written" in said(store)) == (
-        damage in ("note", "state")
-    )
+    is_told = "unfinished progress: is not what was written" in said(store)
+    assert is_told == (damage in ("note", "state"))
 
 
 def test_a_manifest_that_is_endless_is_not_read(store):
@@ -217,10 +233,8 @@ JUNK = {"file": lambda path: path.write_text("x"), "folder": Path.mkdir, "pipe":
 @pytest.mark.parametrize("beside", ["leases", "leases/work", "notes"])
 def test_what_else_lies_in_unfinished_work_is_nobodys(store, beside):
     first = commit(store, shards=1)
-    with pytest.raises(KeyboardInterrupt), work_on(store, Settings(seed=1)) as work:
-        work.write(0, first.table())
-        raise KeyboardInterrupt
-    (place,) = (Path(store.url) / "a/logprobs/.work").glob(f"*.{beside}")
+    stop(store, first, seed=1)
+    place = work_of(store, f"*.{beside}")
     for name, make in JUNK.items():
         make(place / f".{name}")
     assert said(store) == ""
@@ -232,9 +246,8 @@ def test_what_else_lies_in_unfinished_work_is_nobodys(store, beside):
 
 @pytest.mark.parametrize("place", ["leases", "leases/work", "notes"])
 def test_a_file_in_place_of_a_folder_of_unfinished_work_is_told(store, place):
-    with pytest.raises(KeyboardInterrupt), work_on(store):
-        raise KeyboardInterrupt
-    (path,) = (Path(store.url) / "a/logprobs/.work").glob(f"*.{place}")
+    stop(store)
+    path = work_of(store, f"*.{place}")
     shutil.rmtree(path)
     path.write_text("x")
     assert f"{path.relative_to(Path(store.url))}: is not a folder" in said(store)
@@ -281,7 +294,7 @@ def test_tags_are_looked_at(store):
 def test_a_tag_of_a_torn_version_is_told_beside_it(store):
     first = commit(store)
     store.tag("a", "prod", first.ref)
-    (first.files.folder / "manifest.json").write_bytes(b"{")
+    tear(first)
     torn, tag = verify(Store(store.url))[1]
     assert (torn.object, tag.object) == ("a/logprobs@1", "a tag prod")
     assert tag.message.startswith("points at a/logprobs@1: manifest.json")
@@ -303,18 +316,9 @@ def test_a_version_that_is_deleted_on_purpose_is_no_error(store):
 
 
 UNSIGNED = json.dumps({"checksum": digest({})})  # whole, and says neither when nor why
-CHANGED = json.dumps(
-    {
-        "ref": "a/logprobs@1",
-        "commit_id": "",
-        "at": "2026-01-01T00:00:00+00:00",
-        "why": "",
-        "checksum": digest({}),
-    }
-)
-
-
-UNDATED = {"ref": "a/logprobs@1", "commit_id": "", "at": "yesterday", "why": ""}
+FIELDS = {"ref": "a/logprobs@1", "commit_id": "", "at": "2026-01-01T00:00:00+00:00", "why": ""}
+CHANGED = json.dumps({**FIELDS, "checksum": digest({})})
+UNDATED = {**FIELDS, "at": "yesterday"}
 UNDATED = json.dumps({**UNDATED, "checksum": digest(UNDATED)})
 
 
@@ -343,7 +347,7 @@ def test_what_else_lies_beside_versions_is_nobodys(store, name):
 
 
 WRONG = {
-    "folder": lambda path: path.mkdir(),
+    "folder": Path.mkdir,
     "loop": lambda path: path.symlink_to(path),
     "pipe": os.mkfifo,
     "deep": lambda path: path.write_text("[" * 100_000),
@@ -408,7 +412,7 @@ def test_what_refers_to_a_version_that_is_put_aside_is_named(store, in_json):
     second = commit(store, Settings(seed=1), inputs={"other": first})
     store.tag("a", "prod", first.ref)
     store.tag("a", "other", second.ref)
-    (first.files.folder / "manifest.json").write_bytes(b"{")
+    tear(first)
     answer = in_json(versions_command.verify, None, str(first.ref), True, store.url)
     assert (answer["tags"], answer["users"]) == (["prod"], ["a/logprobs@2"])
 
@@ -416,7 +420,7 @@ def test_what_refers_to_a_version_that_is_put_aside_is_named(store, in_json):
 def test_a_damaged_version_is_put_aside_and_made_again(store):
     first = commit(store)
     commit(store, Settings(seed=1), inputs={"other": first})
-    (first.files.folder / "manifest.json").write_bytes(b"{")
+    tear(first)
     assert put_aside(store, "a/logprobs@1") == first.ref
     collect(store, Rule(grace_seconds=0), apply=True)
     names = {path.name for path in first.files.folder.iterdir()}

@@ -12,7 +12,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from PIL import Image
 
@@ -25,7 +24,7 @@ from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import Store
 from tests import sight
-from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_version
+from tests.benchmarks.made import make_prompts, make_rewards, rollouts_table, write_rollouts
 from tests.browser import needs_chromium, num_colours, opened
 from tests.flows.conftest import command_line
 from tests.tiny import make_policy, tokenizer
@@ -44,13 +43,9 @@ def store(finished, tmp_path_factory) -> Store:
 def long(tmp_path_factory) -> Store:
     """256 rollouts of 32 prompts, the first with markup and control characters in its text."""
     store = Store(tmp_path_factory.mktemp("long") / "store")
-    table = rollouts_table(256, 4, 4)
-    texts = pa.array([HOSTILE, *(f"Answer: {number}" for number in range(1, 256))])
-    table = table.set_column(
-        table.schema.get_field_index("completion_text"), "completion_text", texts
-    )
+    texts = [HOSTILE, *(f"Answer: {number}" for number in range(1, 256))]
     prompts = make_prompts(store, 32)
-    make_rewards(store, write_version(store, "rollouts", "generate", table, {"prompts": prompts}))
+    make_rewards(store, write_rollouts(store, prompts, rollouts_table(256, 4, 4), texts))
     return store
 
 
