@@ -132,7 +132,7 @@ def test_without_bitsandbytes_the_extra_is_named(monkeypatch):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_stochastic"])
 def test_gradients_of_matrices_are_bfloat16_and_near_float32s(store, policy, made, precision):
     """Over several micro-batches; the precision itself is off by 0.012 in bf16."""
-    inputs = dict(zip(("policy", "rollouts", "rewards"), (policy, *made), strict=True))
+    inputs = world.inputs_of(policy, made)
     gradients = {}
     for optimizer in ("adamw", "adamw_8bit"):
         config = world.config(
@@ -149,17 +149,14 @@ def test_gradients_of_matrices_are_bfloat16_and_near_float32s(store, policy, mad
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
 def test_moments_on_the_host_change_no_bit(store, policy, made, optimizer):
-    done = [
-        world.trained(
-            store, policy, made, chosen, into="host" if chosen.moments_on_host else "device"
-        )
-        for chosen in (
-            world.config(optimizer=optimizer, epochs=2, moments_on_host=on_host)
-            for on_host in (False, True)
-        )
-    ]
+    device, host = (
+        world.config(optimizer=optimizer, epochs=2, moments_on_host=on_host)
+        for on_host in (False, True)
+    )
+    one = world.trained(store, policy, made, device, into="device")
+    other = world.trained(store, policy, made, host, into="host")
     for name in ("model.safetensors", STATE):
-        assert world.are_equal(*(world.weights(version, name) for version in done))
+        assert world.are_equal(world.weights(one, name), world.weights(other, name))
 
 
 def test_another_optimizer_goes_on_with_the_moments(store, policy, made):

@@ -152,7 +152,7 @@ def test_the_noise_is_of_seed_step_and_parameter():
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_stochastic"])
 def test_the_first_ratio_is_one_and_the_gradient_float32s(store, policy, made, precision):
-    inputs = dict(zip(("policy", "rollouts", "rewards"), (policy, *made), strict=True))
+    inputs = world.inputs_of(policy, made)
     gradients = {}
     for name in ("fp32", precision):
         config = world.config(precision=name, audit={"enabled": False}, token_budget=40)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -22,7 +22,6 @@ from quiver.stages.model.loading import load_model
 from quiver.stages.optimize import critic as critics
 from quiver.stages.optimize import stage
 from quiver.stages.optimize.classifier import find_classifier, read_classifier
-from quiver.stages.optimize.trainer import Trainer
 from tests.stages.optimize import world
 from tests.tiny import make_folder, make_policy, tokenizer
 
@@ -82,15 +81,15 @@ def scores(folder: Path, rows: list[dict]) -> list[float]:
 )
 def test_the_first_values_are_the_classifiers_scores(store, tmp_path, kind, packing):
     policy = make_policy(store, kind, kind)
-    rollouts, rewards = world.by_engine(store, policy, groups=3, each=2)
+    made = world.by_engine(store, policy, groups=3, each=2)
     folder = make_classifier(tmp_path / "classifier", kind)
     trunk = critics.trunk_of(load_model(policy, dtype=torch.float32))
-    inputs = {"policy": policy, "rollouts": rollouts, "rewards": rewards}
+    inputs = world.inputs_of(policy, made)
     trainer = world.trainer(store, inputs, config(folder, packing=packing), value_trunk=trunk)
     start = read_classifier(folder, "classifier", trainer.critic["trunk"])
     critics.resume(trainer.critic, trainer.optimizer, policy, "model", moments=True, start=start)
     trainer.prepare()
-    expected = scores(folder, rollouts.table().to_pylist())
+    expected = scores(folder, made[0].table().to_pylist())
     assert max(expected) - min(expected) > 0.1
     assert trainer.batch.old_values.tolist() == pytest.approx(expected, abs=1e-5)
 
@@ -131,19 +130,11 @@ def test_a_training_starts_from_it_and_the_next_from_the_saved_critic(
     )
 
 
-def test_a_killed_training_goes_on_bit_for_bit(store, policy, made, classifier, monkeypatch):
+def test_a_killed_training_goes_on_bit_for_bit(store, policy, made, classifier):
     train = partial(world.trained, store, policy, made)
     chosen = config(classifier, epochs=3, resume_steps=2)
     whole = train(chosen, into="whole")
-    step = Trainer._train_minibatch
-
-    def dies(self, *arguments):
-        if len(self.updates) == 2:
-            raise KeyboardInterrupt
-        return step(self, *arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Trainer, "_train_minibatch", dies)
+    with world.dies_after(2):
         train(chosen, into="killed")
     resumed = train(chosen, into="killed")
     for name in ("critic/state.safetensors", "model.safetensors"):
@@ -155,9 +146,8 @@ def test_its_bytes_decide_which_version_is_made(store, policy, made, classifier,
     moved = shutil.copytree(classifier, tmp_path / "moved")
     assert world.trained(store, policy, made, config(moved)).ref == first.ref
     plain = world.trained(store, policy, made, config(classifier, critic_from=None))
-    weights = load_file(moved / "model.safetensors")
-    weights["score.weight"][0, 0] += 1
-    save_file(weights, moved / "model.safetensors", {"format": "pt"})
+    with world.edited_weights(moved) as weights:
+        weights["score.weight"][0, 0] += 1
     other = world.trained(store, policy, made, config(moved))
     assert len({first.ref, plain.ref, other.ref}) == 3
 
@@ -179,11 +169,11 @@ def test_a_classifier_of_the_store_is_named_by_number_or_tag(store, policy, made
 
 
 def test_a_folder_that_changes_after_the_plan_is_refused(store, policy, made, classifier):
-    refs = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref}
+    inputs = world.inputs_of(policy, made)
+    refs = {role: version.ref for role, version in inputs.items()}
     plan = stage.plan(config(classifier), store, refs)
-    weights = load_file(classifier / "model.safetensors")
-    weights["score.weight"] += 1
-    save_file(weights, classifier / "model.safetensors", {"format": "pt"})
+    with world.edited_weights(classifier) as weights:
+        weights["score.weight"] += 1
     with pytest.raises(ConfigError, match="has changed since"), open_staging(plan) as staging:
         stage.make(plan, staging.writers)
 
