@@ -44,15 +44,6 @@ def test_gae_is_the_sum_of_discounted_differences(gamma, lam):
     assert returns.tolist() == pytest.approx(expected + VALUES, abs=1e-6)
 
 
-def test_nothing_passes_from_one_rollout_to_another():
-    whole, _ = _gae(gamma=0.9)
-    for row, (start, end) in enumerate(itertools.pairwise(OFFSETS)):
-        alone, _ = _gae(
-            REWARDS[start:end], VALUES[start:end], [0, end - start], LAST[row : row + 1], gamma=0.9
-        )
-        assert torch.equal(alone, whole[start:end])
-
-
 def test_gae_of_no_rollouts_and_of_empty_ones():
     found, returns = _gae([], [], [0], np.array([]))
     assert len(found) == len(returns) == 0

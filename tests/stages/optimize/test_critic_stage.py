@@ -97,7 +97,8 @@ def test_one_rollout_a_prompt_gives_an_advantage_a_token(store, start, made):
 
 @EACH_CRITIC
 def test_the_policy_is_no_other_model_for_having_a_critic(store, start, made, critic):
-    done = world.trained(store, start, made, _config(critic=critic))
+    fields = {"critic": critic, "precision": "bf16", "audit": {"max_mean_gap": 1.0}}
+    done = world.trained(store, start, made, _config(**fields))
     loader = AutoModelForCausalLM if start.ref.run == "llama" else AutoModelForSeq2SeqLM
     model, info = loader.from_pretrained(done.files.folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
@@ -117,7 +118,7 @@ def test_the_policy_is_no_other_model_for_having_a_critic(store, start, made, cr
         wider = critics.with_trunk(wider, trunk)
     with pytest.raises(ConfigError, match=r"weight was saved as \[\d+\], the model has \[7\]"):
         critics.resume(wider, torch.optim.AdamW(wider.parameters()), done, critic, moments=False)
-    slim = world.trained(store, start, made, _config(critic=critic, save_optimizer=False))
+    slim = world.trained(store, start, made, _config(**fields, save_optimizer=False))
     assert _critic_of(slim, critic).keys() == weights
 
 
@@ -403,28 +404,3 @@ def test_a_cut_state_must_fit_the_decoder(store):
     with pytest.raises(SchemaError, match="257 tokens, the policy reads 256"):
         world.trained(store, policy, made, _config(bootstrap_length=True))
     assert world.trained(store, policy, made, _config(**STALE)).manifest.metrics["steps"] == 1
-
-
-# -- learning
-
-
-@EACH_CRITIC
-def test_the_critic_learns_what_the_prompt_tells(store, start, made, critic):
-    """The reward depends on the prompt alone; the critic comes to explain it while the policy
-    rests. Under bfloat16 autocast its weights stay in float32."""
-
-    def reward(row: dict) -> float:
-        return sum(token % 2 for token in row["prompt_ids"]) / len(row["prompt_ids"])
-
-    rewards = world.write_rewards(store, made[0], reward, run=start.ref.run)
-    steps, rate = (80, 0.1) if critic == "trunk" else (30, 1e-2)
-    config = _config(
-        critic=critic, critic_warmup_steps=steps, epochs=steps, critic_learning_rate=rate,
-        value_clip=None, gae_lambda=1.0, precision="bf16",
-    )  # fmt: skip
-    done = world.trained(store, start, (made[0], rewards), config)
-    rows = world.updates(store, done)
-    assert rows[0]["explained_variance"] == pytest.approx(0.0, abs=1e-6)
-    assert rows[-1]["explained_variance"] > 0.5
-    assert rows[-1]["value_loss"] < 0.3 * rows[0]["value_loss"]
-    assert {tensor.dtype for tensor in _critic_of(done, critic).values()} == {torch.float32}

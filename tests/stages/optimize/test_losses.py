@@ -139,14 +139,6 @@ def test_a_sequences_tokens_share_one_gradient():
     assert 0 < taken.sum() < N
 
 
-def test_with_completions_of_one_token_sequence_clipped_is_clipped():
-    alone = _tokens()._replace(offsets=torch.arange(N + 1))
-    options = {"clip_low": 0.2, "clip_high": 0.28}
-    for token_form in (False, True):
-        found = losses.sequence_clipped(alone, **options, token_form=token_form)
-        torch.testing.assert_close(found, losses.clipped(alone, **options))
-
-
 def test_the_forms_part_where_tokens_have_advantages_of_their_own():
     """Token form: −A_t s. Sequence form: −s · mean of A over the sequence."""
     advantages = np.array([1.0, -2.0, 4.0, *[1.0] * (N - 3)])

@@ -11,7 +11,6 @@ from quiver.schemas.errors import (
     SchemaError,
 )
 from quiver.stages.model import checkpoints
-from quiver.stages.model.checkpoints import PolicyConfig
 from quiver.stages.optimize.checks import biases
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
@@ -28,9 +27,9 @@ def test_the_same_weights_with_another_tokenizer_or_template_are_refused(
 ):
     folder = make_folder(tmp_path / "model")
     (folder / file).write_text((folder / file).read_text() + "\n")
-    other = run_here("policy", PolicyConfig(model=str(folder)), store, into="other")
+    other = world.imported(store, folder, "other")
     with pytest.raises(LineageError, match=f"whose {part} differs from other/policy@0's"):
-        _run(store, store.open(other), made)
+        _run(store, other, made)
 
 
 def test_a_part_that_names_no_policy_is_not_trained_on(store, policy):
@@ -93,7 +92,7 @@ def test_biased_sampling_is_refused_without_leave_and_proximal_logprobs(
     rows = world.rows_of(policy, 2, 3)
     neutral = {"top_p": 1.0, "top_k": 0}
     made = world.scored(store, policy, rows, sampling={**neutral, **sampling})
-    old = [row["old_logprobs"] for row in rows]
+    old = world.sampled_logprobs(made[0])
     prox = world.write_logprobs(store, made[0], old, "prox", policy)
     with pytest.raises(ConfigError, match=next(iter(sampling))):
         _run(store, policy, made, prox_logprobs=prox.ref)
@@ -148,8 +147,7 @@ def test_rows_that_the_model_cannot_read(store, policy, change, word):
 
 def test_the_kl_is_of_the_references_logprobs(store, policy, made):
     """Half a nat lower on every token: e^−0.5 − 0.5."""
-    rows = made[0].table()["old_logprobs"].to_pylist()
-    lower = [[old - 0.5 for old in row] for row in rows]
+    lower = world.sampled_logprobs(made[0], less=0.5)
     reference = world.write_logprobs(store, made[0], lower)
     done = _run(store, policy, made, _config(kl_coef=0.1), ref_logprobs=reference.ref)
     (row,) = world.updates(store, done)
@@ -230,7 +228,7 @@ TOKENS = Algorithm("tokens", of_tokens, "reinforce", "token_mean", advantage_of=
             "pass_at_k",
             4,
             "pass_at_k with k = 4 needs 5 scored rollouts a prompt, found 4",
-            "set generate.samples_per_prompt >= 5, or lower optimize.pass_k",
+            "_prompt >= 5, or lower optimize.pass_k",
         ),
         (
             "grpo",

@@ -176,13 +176,6 @@ def test_loss_and_gradient_are_those_of_the_formula(policy, rows, algorithm, ter
     _compare(made, _expected(policy, rows, algorithm, **terms))
 
 
-@pytest.mark.parametrize("packing, budget", [("shared", 1), ("packed", 30), ("single", None)])
-def test_the_cut_into_micro_batches_changes_nothing(policy, rows, packing, budget):
-    made = _trainer(policy, rows, _config(packing=packing, token_budget=budget), "grpo")
-    assert made.mode == packing
-    _compare(made, _expected(policy, rows))
-
-
 def test_a_reference_changes_nothing_where_the_loss_has_no_kl(policy, rows):
     _compare(_trainer(policy, rows, _config(), "grpo", ref=True), _expected(policy, rows))
 
