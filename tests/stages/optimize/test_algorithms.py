@@ -280,7 +280,7 @@ def test_tight_bounds_of_an_own_algorithm_are_known_once_it_is_resolved(own):
     assert Config(algorithm=own(OWN.replace("0.1", "0.01"))).resolved().needs_prox
 
 
-def test_an_algorithm_that_was_edited_after_it_was_planned_does_not_train(store, policy, made, own):
+def test_an_algorithm_that_was_edited_after_it_was_planned_does_not_train(store, train, own):
     pinned = {"algorithm_source": "0" * 64}
     with pytest.raises(ConfigError, match="hash expected 000000000000…, found"):
         Config(algorithm=own(), **pinned).resolved()
@@ -290,7 +290,7 @@ def test_an_algorithm_that_was_edited_after_it_was_planned_does_not_train(store,
     own(OWN.replace("0.1", "0.3"))
     before = list(map(str, store.versions()))
     with pytest.raises(ConfigError, match=r"own_algo.py:MINE: hash expected .*…, found"):
-        world.trained(store, policy, made, resolved)
+        train(resolved)
     assert list(map(str, store.versions())) == before
 
 
@@ -320,12 +320,12 @@ def test_fields_without_effect_on_an_own_algorithm_are_refused(own):
     assert chosen.resolved().chosen_algorithm().advantage == "group_normalized"
 
 
-def test_the_readmes_algorithm_trains(store, policy, made, tmp_path, monkeypatch):
+def test_the_readmes_algorithm_trains(store, train, tmp_path, monkeypatch):
     text = (Path(algorithms.__file__).parent / "README.md").read_text()
     (tmp_path / "readme_algo.py").write_text(text.split("```python")[-1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
     config = world.config(algorithm="readme_algo:ALGORITHM", options={"cap": 3.0})
-    (row,) = world.updates(store, world.trained(store, policy, made, config))
+    (row,) = world.updates(store, train(config))
     assert row["applied"] and row["clip_fraction"] == 0.0 and row["grad_norm"] > 0
 
 
@@ -338,7 +338,7 @@ def test_the_readmes_algorithm_trains(store, policy, made, tmp_path, monkeypatch
         {"algorithm": "pass_at_k", "pass_k": 2},
     ],
 )
-def test_the_stage_trains_on_the_advantage_that_is_chosen(store, policy, made, fields):
+def test_the_stage_trains_on_the_advantage_that_is_chosen(store, made, train, fields):
     rewards = torch.tensor(made[1].table()["reward"].to_pylist(), dtype=torch.float64).view(4, 4)
     epsilon = fields.get("advantage_epsilon", 1e-4)
     if "pass_k" in fields:
@@ -348,12 +348,12 @@ def test_the_stage_trains_on_the_advantage_that_is_chosen(store, policy, made, f
         expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std() + epsilon)
     else:
         expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 0.5)
-    done = world.trained(store, policy, made, world.config(**fields))
+    done = train(**fields)
     assert world.gains(store, done) == pytest.approx(expected.flatten().tolist(), rel=1e-5)
 
 
 def test_an_advantage_that_works_in_place_leaves_the_rewards_of_the_manifest(
-    store, policy, made, own
+    store, made, train, own
 ):
     source = (
         ROW + "def centered(rewards, groups):\n    rewards -= rewards.nanmean()\n"
@@ -361,6 +361,6 @@ def test_an_advantage_that_works_in_place_leaves_the_rewards_of_the_manifest(
         "MINE = Algorithm('mine', centered, 'reinforce', 'token_mean')\n"
     )
     rewards = torch.tensor(made[1].table()["reward"].to_pylist())
-    done = world.trained(store, policy, made, world.config(algorithm=own(source)))
+    done = train(algorithm=own(source))
     assert done.manifest.metrics["reward_mean"] == pytest.approx(float(rewards.mean()))
     assert world.gains(store, done) == pytest.approx((rewards - rewards.mean()).tolist())

@@ -93,9 +93,8 @@ def test_what_hears_gets_no_adapter_though_its_layers_have_the_names_that_were_c
 
 def test_a_trained_policy_keeps_the_names_of_its_weights(store):
     """Engines know those of the hub; transformers has others for a model made from a config."""
-    refs = {kind: f"hears/{kind}@1" for kind in ("rollouts", "rewards")} | {
-        "policy": REFS["policy"]
-    }
+    refs = {kind: f"hears/{kind}@1" for kind in ("rollouts", "rewards")}
+    refs["policy"] = REFS["policy"]
     trained = run_here("optimize", shown.OPTIMIZE, store, into="trained", **refs)
     before, after = (
         load_file(store.open(ref).files.path("model.safetensors")).keys()

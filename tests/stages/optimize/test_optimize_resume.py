@@ -245,7 +245,7 @@ def test_what_is_forced_starts_over(continued, steps):
     assert steps.count == 6
 
 
-def test_a_step_that_was_left_out_is_saved_too(store, policy, made, steps, monkeypatch):
+def test_a_step_that_was_left_out_is_saved_too(store, train, steps, monkeypatch):
     real = trainer.Trainer.accumulate
 
     def accumulate(self, *arguments):
@@ -254,22 +254,24 @@ def test_a_step_that_was_left_out_is_saved_too(store, policy, made, steps, monke
 
     monkeypatch.setattr(trainer.Trainer, "accumulate", accumulate)
     chosen = config(**SIX_STEPS)
-    whole = trained(store, policy, made, chosen, into="whole")
+    whole = train(chosen, into="whole")
     steps.count, steps.dies_after = 0, 4
     with pytest.raises(KeyboardInterrupt):
-        trained(store, policy, made, chosen, into="killed")
+        train(chosen, into="killed")
     steps.count, steps.dies_after = 0, None
-    assert_equal(store, whole, trained(store, policy, made, chosen, into="killed"))
+    assert_equal(store, whole, train(chosen, into="killed"))
     assert steps.count == 3 and whole.manifest.metrics["skipped_steps"] == 1
 
 
-def test_the_rollouts_of_a_step_that_is_not_finite_are_kept(store, policy, made, monkeypatch):
+def test_the_rollouts_of_a_step_that_is_not_finite_are_kept(
+    store, policy, made, train, monkeypatch
+):
     real = trainer.Trainer.accumulate
     monkeypatch.setattr(
         trainer.Trainer, "accumulate", lambda *args: {**real(*args), "loss": float("nan")}
     )
     with pytest.raises(NumericError):
-        trained(store, policy, made, config(minibatches=4))
+        train(minibatches=4)
     paths = sorted(Path(store.url).glob("tiny/policy/.not_finite/*.arrow"))
     table = pa.ipc.open_file(paths[0]).read_all()
     assert 0 < table.num_rows <= 4

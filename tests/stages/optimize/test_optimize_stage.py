@@ -29,8 +29,8 @@ from tests.tiny import make_policy
 # -- what it writes
 
 
-def test_it_writes_a_policy_advantages_and_updates(store, policy, made):
-    done = _run(store, policy, made, _config(algorithm="dapo", minibatches=2, epochs=2))
+def test_it_writes_a_policy_advantages_and_updates(store, policy, made, train):
+    done = train(algorithm="dapo", minibatches=2, epochs=2)
     assert str(done.ref) == "tiny/policy@1"
     assert {entry.role for entry in done.manifest.inputs} == {"policy", "rollouts", "rewards"}
     metrics = done.manifest.metrics
@@ -86,12 +86,12 @@ def short_of_memory(monkeypatch, most: int, fits: int):
 
 
 def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_micro_batches(
-    store, policy, made, monkeypatch
+    store, policy, train, monkeypatch
 ):
     settings = _config(token_budget=60, epochs=2)
-    calm = _run(store, policy, made, settings, into="calm")
+    calm = train(settings, into="calm")
     short_of_memory(monkeypatch, 40, 1)  # some of the gradient is there already
-    done = _run(store, policy, made, settings)
+    done = train(settings)
     assert store.numbers("tiny", "policy") == [0, 1]
     assert calm.manifest.metrics["token_budget"] == 60
     assert calm.manifest.metrics["budget_halvings"] == 0
@@ -105,32 +105,32 @@ def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_micro_batches(
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
 
 
-def test_a_rollout_that_memory_does_not_hold_is_refused(store, policy, made, monkeypatch):
+def test_a_rollout_that_memory_does_not_hold_is_refused(store, policy, train, monkeypatch):
     short_of_memory(monkeypatch, 0, 0)
     with pytest.raises(ResourceError, match="memory is short"):
-        _run(store, policy, made)
+        train()
     assert store.numbers("tiny", "policy") == [0]
 
 
 @pytest.mark.parametrize(
     ("device_bytes", "chosen"), [(8 * 10**10, (65536, False)), (10**9, (8192, True))]
 )
-def test_the_budget_is_of_the_cards_memory(store, policy, made, monkeypatch, device_bytes, chosen):
+def test_the_budget_is_of_the_cards_memory(policy, train, monkeypatch, device_bytes, chosen):
     monkeypatch.setattr("quiver.stages.optimize.budget.available_bytes", lambda _: device_bytes)
-    done = _run(store, policy, made)
+    done = train()
     metrics = done.manifest.metrics
     assert (metrics["token_budget"], metrics["activation_checkpointing"]) == chosen
     assert done.files.read("config.json") == policy.files.read("config.json")
 
 
-def test_how_the_work_is_cut_is_no_other_work(store, policy, made):
-    first = _run(store, policy, made)
-    assert _run(store, policy, made, _config(token_budget=33, packing="packed")).ref == first.ref
-    assert _run(store, policy, made, _config(seed=1)).ref != first.ref
+def test_how_the_work_is_cut_is_no_other_work(train):
+    first = train()
+    assert train(token_budget=33, packing="packed").ref == first.ref
+    assert train(seed=1).ref != first.ref
 
 
 def test_a_stage_that_dies_between_the_commits_leaves_nothing_twice(
-    store, policy, made, monkeypatch
+    store, policy, train, monkeypatch
 ):
     publish = Writer.publish
 
@@ -141,17 +141,17 @@ def test_a_stage_that_dies_between_the_commits_leaves_nothing_twice(
 
     monkeypatch.setattr(Writer, "publish", dies)
     with pytest.raises(KeyboardInterrupt):
-        _run(store, policy, made)
+        train()
     monkeypatch.undo()
-    metrics = _run(store, policy, made).manifest.metrics
+    metrics = train().manifest.metrics
     assert (metrics["advantages"], metrics["updates"]) == ("tiny/advantages@1", "tiny/updates@1")
     assert store.numbers("tiny", "advantages") == store.numbers("tiny", "updates") == [1]
-    forced = _run(store, policy, made, into="tiny", force=True)
+    forced = train(into="tiny", force=True)
     assert forced.manifest.metrics["advantages"] == "tiny/advantages@2"
 
 
-def test_score_after_says_what_the_new_policy_thinks(store, policy, made):
-    done = _run(store, policy, made, _config(score_after=True))
+def test_score_after_says_what_the_new_policy_thinks(store, made, train):
+    done = train(score_after=True)
     model = load_model(done, dtype=torch.float32)
     moved = []
     for row, saved in zip(made[0].table().to_pylist(), world.advantages(store, done), strict=True):
@@ -216,7 +216,7 @@ def test_rewards_must_name_exactly_the_rollouts(store, policy, made):
             _run(store, policy, (made[0], world.write_rewards(store, made[0], wrong)))
 
 
-def test_what_belongs_to_other_rollouts_or_policies_is_refused(store, policy, made):
+def test_what_belongs_to_other_rollouts_or_policies_is_refused(store, policy, made, train):
     others = world.write_rollouts(store, policy, world.rows_of(policy, 4, 4, seed=5))
     with pytest.raises(LineageError, match="not of"):
         _run(store, policy, (others, made[1]))
@@ -229,13 +229,13 @@ def test_what_belongs_to_other_rollouts_or_policies_is_refused(store, policy, ma
     for wrong, said in ((other, weights), (None, "no model")):
         prox = world.write_logprobs(store, made[0], old, "prox", wrong)
         with pytest.raises(LineageError, match=said):
-            _run(store, policy, made, prox_logprobs=prox.ref)
+            train(prox_logprobs=prox.ref)
     ref = world.write_logprobs(store, made[0], old, "ref", policy)
     with pytest.raises(LineageError, match="holds ref logprobs, expected prox"):
-        _run(store, policy, made, prox_logprobs=ref.ref)
+        train(prox_logprobs=ref.ref)
     short = world.write_logprobs(store, made[0], [row[:1] for row in old], "ref", policy)
     with pytest.raises(SchemaError, match="differ in length"):
-        _run(store, policy, made, ref_logprobs=short.ref)
+        train(ref_logprobs=short.ref)
 
 
 def test_what_cannot_be_trained_on_is_dropped_with_its_reason(store, policy):

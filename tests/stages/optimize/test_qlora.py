@@ -123,9 +123,9 @@ def test_training_is_that_on_the_rounded_weights_bit_for_bit(store, pair, precis
     )
 
 
-def test_layers_without_an_adapter_are_rounded_too(store, policy, made):
+def test_layers_without_an_adapter_are_rounded_too(policy, train):
     lora = {**NF4, "target_modules": ["q_proj", "down_proj"]}
-    done = world.trained(store, policy, made, _config(lora=lora, audit={"max_mean_gap": 1.0}))
+    done = train(_config(lora=lora, audit={"max_mean_gap": 1.0}))
     after, adapter = world.weights(done), world.weights(done, ADAPTER)
     for name, weight in world.weights(policy).items():
         expected = rounded(weight) if _is_rounded(name) else weight
@@ -137,11 +137,11 @@ def test_layers_without_an_adapter_are_rounded_too(store, policy, made):
         torch.testing.assert_close(after[name], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_first_rollouts_are_of_other_weights_and_all_later_ones_of_these(store, policy, made):
+def test_the_first_rollouts_are_of_other_weights_and_all_later_ones_of_these(store, policy, train):
     with pytest.raises(NumericError, match="while the trainer has them in 4 bits") as caught:
-        world.trained(store, policy, made, _config())
+        train(_config())
     assert "quiver.stages.optimize.nf4:rounded" in caught.value.next
-    first = world.trained(store, policy, made, _config(epochs=3, audit={"max_mean_gap": 1.0}))
+    first = train(_config(epochs=3, audit={"max_mean_gap": 1.0}))
     assert first.manifest.metrics["audit"]["mean_gap"] > 0.1
     later = world.scored(store, first, world.rows_of(first, 4, 4))
     second = world.trained(store, first, later, _config())
@@ -227,10 +227,10 @@ def test_settings_that_contradict_it_are_refused(fields, message):
         _config(**fields)
 
 
-def test_a_base_is_for_life(store, policy, made):
-    first = world.trained(store, policy, made, _config(lora=LORA))
+def test_a_base_is_for_life(train):
+    first = train(_config(lora=LORA))
     with pytest.raises(ConfigError, match="has base = exact, the recipe asks for base = nf4"):
-        world.trained(store, first, made, _config(max_staleness=1))
+        train(_config(max_staleness=1), start=first)
 
 
 def test_without_bitsandbytes_it_says_what_to_install(policy, monkeypatch):

@@ -70,14 +70,14 @@ def test_the_share_of_highest_entropy(share, count):
     assert sorted(entropies[learns].tolist()) == sorted(entropies.tolist())[-count:]
 
 
-def test_the_next_training_goes_on_with_the_entropy_coefficient_of_the_last(store, policy, made):
+def test_the_next_training_goes_on_with_the_entropy_coefficient_of_the_last(store, policy, train):
     """The tiny policy's entropy is 5.4 nats: below a target of 6 the coefficient rises a step."""
     config = world.config(
         entropy_target=6.0, entropy_coef_step=0.01, epochs=2, max_staleness=1, learning_rate=1e-6
     )
-    first = world.trained(store, policy, made, config)
+    first = train(config)
     assert first.manifest.metrics["entropy_coef"] == pytest.approx(0.02)
-    second = world.trained(store, first, made, config)
+    second = train(config, start=first)
     assert second.manifest.metrics["entropy_coef"] == pytest.approx(0.04)
     steps = world.updates(store, second)
     for row, coef in zip(steps, (0.02, 0.03), strict=True):
@@ -85,13 +85,13 @@ def test_the_next_training_goes_on_with_the_entropy_coefficient_of_the_last(stor
         assert row["policy_loss"] - row["loss"] == pytest.approx(coef * row["entropy"], rel=0.02)
 
 
-def test_the_coefficient_is_fed_by_the_entropy_of_the_step(store, policy, made):
+def test_the_coefficient_is_fed_by_the_entropy_of_the_step(store, train):
     """5.4 nats are above a target of 5, as no other number of the step is: it falls, and there is
     no bonus."""
     config = world.config(
         entropy_coef=0.03, entropy_target=5.0, entropy_coef_step=0.01, epochs=2, learning_rate=1e-6
     )
-    done = world.trained(store, policy, made, config)
+    done = train(config)
     assert done.manifest.metrics["entropy_coef"] == pytest.approx(0.01)
     steps = world.updates(store, done)
     assert [row["entropy"] for row in steps] == pytest.approx([5.4, 5.4], abs=0.1)
@@ -133,7 +133,7 @@ def ref(store, policy, made):
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "sequence_sum"])
 def test_every_step_and_the_next_training_go_on_with_the_kl_coefficient(
-    store, policy, made, ref, aggregation
+    store, train, ref, aggregation
 ):
     """The KL is 0.3 nats per token (k1), however the tokens are weighed; of 16 rollouts, over a
     horizon of 16, the coefficient moves by the whole error."""
@@ -142,9 +142,9 @@ def test_every_step_and_the_next_training_go_on_with_the_kl_coefficient(
         max_staleness=1, learning_rate=1e-9, aggregation=aggregation,
     )  # fmt: skip
     error = 0.3 / 0.27 - 1
-    first = world.trained(store, policy, made, config, ref_logprobs=ref)
+    first = train(config, ref_logprobs=ref)
     assert first.manifest.metrics["kl_coef"] == pytest.approx(0.1 * (1 + error) ** 2, rel=1e-4)
-    second = world.trained(store, first, made, config, ref_logprobs=ref)
+    second = train(config, start=first, ref_logprobs=ref)
     assert second.manifest.metrics["kl_coef"] == pytest.approx(0.1 * (1 + error) ** 4, rel=1e-4)
     steps = world.updates(store, second)
     for row, power in zip(steps, (2, 3), strict=True):
@@ -184,15 +184,15 @@ def test_in_the_reward_a_training_has_the_coefficient_that_the_last_one_ended_wi
     ],
 )
 def test_another_start_value_has_no_effect_on_a_later_policy_and_that_is_said(
-    store, policy, made, ref, caplog, coef, fields
+    policy, train, ref, caplog, coef, fields
 ):
     caplog.set_level("INFO", "quiver.stages.optimize")
     given = {"max_staleness": 1, "learning_rate": 1e-9, **fields}
 
-    def said(policy, value):
+    def said(start, value):
         caplog.clear()
         config = world.config(**given, **{coef: value})
-        done = world.trained(store, policy, made, config, ref_logprobs=ref)
+        done = train(config, start=start, ref_logprobs=ref)
         lines = [
             (r.levelname, r.message) for r in caplog.records if f"optimize.{coef}" in r.message
         ]
