@@ -75,6 +75,12 @@ ONE_GROUP = torch.tensor([1.0, 0.0, 0.5, 0.2]), torch.zeros(4, dtype=torch.int64
 CENTERED = advantages.group_centered(*ONE_GROUP)
 TOKENS = torch.tensor([0, 1, 2, 3, 4])
 REDUCES_TO = {
+    "one part": (
+        estimators.part_normalized(
+            *ONE_GROUP, parts=ONE_GROUP[0][:, None], part_weights=torch.full((4, 1), 7.0), epsilon=0
+        ),
+        advantages.group_normalized(*ONE_GROUP, 0.0),
+    ),
     "equal weights": (
         estimators.optimal_token_baseline(
             ONE_GROUP[0], TOKENS, ONE_GROUP[1], torch.full((4,), -30.0), torch.zeros(4)
