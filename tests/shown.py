@@ -7,21 +7,29 @@ shown.require_own_pass(model, (rows, sequences, numbers), inputs_of)
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import torch
 
-from quiver.stages.core.store import Store
+from quiver.schemas.errors import ConfigError
+from quiver.stages.core.store import Store, Version
 from quiver.stages.model.forward.layout import Sequences, prompt_numbers
+from quiver.stages.model.forward.media import vision_parameters
 from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.media.dataset import load_media
 from quiver.stages.model.ragged import Ragged
+from quiver.stages.optimize.config import Lora
+from quiver.stages.optimize.lora import attach
+from quiver.stages.turns.reenact import reenact
 from tests import sight
 from tests.stages.model.forward.test_policy import packed
+from tests.tiny import make_policy
 from tests.writing import begin, run_here
 
 REWARD = """
@@ -172,3 +180,53 @@ def require_scored_as_sampled(store: Store, run: str, atol: float) -> None:
     sampled = store.open(refs["rollouts"]).table()
     for now, then in zip(scored["logprobs"], sampled["old_logprobs"], strict=True):
         np.testing.assert_allclose(now.as_py(), then.as_py(), atol=atol)
+
+
+def paid(store: Store, rollouts: str, policy: str) -> dict[str, str]:
+    """References for a training on episodes, with the rewards that their environment gave."""
+    config = {"functions": [{"use": "environment"}]}
+    rewards = run_here("reward", config, store, rollouts=rollouts)
+    return {"rollouts": rollouts, "rewards": str(rewards), "policy": policy}
+
+
+def require_end(store: Store, config: dict, refs: dict, end: str, why: str | None) -> None:
+    """Every episode ends so, and where it failed it is told why."""
+    rows = store.open(run_here("generate", config, store, **refs)).table().to_pylist()
+    assert {row["end_reason"] for row in rows} == {end}
+    for row in rows:
+        failure = json.loads(row["turns"][-1]["info"] or "{}").get("quiver_failure")
+        assert failure is None if why is None else why in failure
+
+
+def require_told_apart(store: Store, rollouts: str, other: str, shown: str) -> None:
+    """Nine episodes played again agree, and differ where an `other` environment shows other
+    files."""
+    same = reenact(store, rollouts, processes=1)
+    assert same.episodes == same.episodes_agree == 9
+    report = reenact(store, rollouts, environment=other, processes=1)
+    found = {difference.what for difference in report.differences}
+    assert report.episodes_agree < 9 and found == {"opening", "observation"}
+    assert any(shown in difference.recorded for difference in report.differences)
+
+
+def require_refused(store: Store, folder: Path, config: dict, refs: dict, says: str) -> str:
+    """A policy of texts alone is neither sampled from nor given a prompt, with this message; the
+    object of the refusal to sample."""
+    make_policy(store)
+    blind = {"policy": "tiny/policy@0"}
+    with pytest.raises(ConfigError, match=f"tiny/policy@0 {says}") as refusal:
+        run_here("generate", config, store, **{**refs, **blind})
+    source = sight.write_rows(folder, [{"prompt": "one", "first": 5}], "others.jsonl")
+    turns = {"environment": config["turns"]["environment"]}
+    config = {"source": source, "prompt": "prompt", "turns": turns}
+    with pytest.raises(ConfigError, match=says):
+        run_here("prompt", config, store, **blind)
+    return refusal.value.object
+
+
+def require_no_adapters(model: Any, policy: Version) -> None:
+    """What sees or hears gets none, though its layers have the names that were chosen: it is
+    frozen, so they would not be saved and the next training would miss them."""
+    attach(Lora(target_modules=["v_proj"]), model, policy, seed=0)
+    trained = {id(each) for each in model.parameters() if each.requires_grad}
+    assert trained and not trained & {id(each) for each in vision_parameters(model)}

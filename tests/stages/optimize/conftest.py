@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from quiver.stages.core.store import Store, Version
+from quiver.stages.optimize.stage import Config
 from tests.stages.optimize import world
 from tests.tiny import make_policy
 
@@ -37,3 +38,15 @@ def made(store, original, policy) -> tuple[Version, Version]:
     """(rollouts, rewards) of the tiny policy."""
     rollouts, rewards = (copied(original, store, kind, 1) for kind in ("rollouts", "rewards"))
     return rollouts, rewards
+
+
+@pytest.fixture
+def train(store, policy, made):
+    """(config, start=policy, into=..., **fields) -> the policy that a training of `made` makes of the
+    tiny one, or of `start`. `fields`: what its config has, where none is given."""
+
+    def make(chosen: Config | None = None, *, start: Version = policy, **options) -> Version:
+        fields = {name: options.pop(name) for name in options.keys() & Config.model_fields.keys()}
+        return world.trained(store, start, made, chosen or world.config(**fields), **options)
+
+    return make

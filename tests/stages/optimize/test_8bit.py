@@ -132,7 +132,7 @@ def test_without_bitsandbytes_the_extra_is_named(monkeypatch):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_stochastic"])
 def test_gradients_of_matrices_are_bfloat16_and_near_float32s(store, policy, made, precision):
     """Over several micro-batches; the precision itself is off by 0.012 in bf16."""
-    inputs = dict(zip(("policy", "rollouts", "rewards"), (policy, *made), strict=True))
+    inputs = world.inputs_of(policy, made)
     gradients = {}
     for optimizer in ("adamw", "adamw_8bit"):
         config = world.config(
@@ -148,33 +148,30 @@ def test_gradients_of_matrices_are_bfloat16_and_near_float32s(store, policy, mad
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-def test_moments_on_the_host_change_no_bit(store, policy, made, optimizer):
-    done = [
-        world.trained(
-            store, policy, made, chosen, into="host" if chosen.moments_on_host else "device"
-        )
-        for chosen in (
-            world.config(optimizer=optimizer, epochs=2, moments_on_host=on_host)
-            for on_host in (False, True)
-        )
-    ]
+def test_moments_on_the_host_change_no_bit(train, optimizer):
+    device, host = (
+        world.config(optimizer=optimizer, epochs=2, moments_on_host=on_host)
+        for on_host in (False, True)
+    )
+    one = train(device, into="device")
+    other = train(host, into="host")
     for name in ("model.safetensors", STATE):
-        assert world.are_equal(*(world.weights(version, name) for version in done))
+        assert world.are_equal(world.weights(one, name), world.weights(other, name))
 
 
-def test_another_optimizer_goes_on_with_the_moments(store, policy, made):
+def test_another_optimizer_goes_on_with_the_moments(train):
     """Rounded to 8 bits, and back. In a block of 64 a code is off by 1 % of the norm."""
     slow = {"learning_rate": 1e-9, **LATER}
-    wide = world.trained(store, policy, made, world.config(**slow))
-    codes = world.trained(store, wide, made, world.config(**EIGHT, **slow))
-    back = world.trained(store, codes, made, world.config(**slow))
+    wide = train(**slow)
+    codes = train(start=wide, **EIGHT, **slow)
+    back = train(start=codes, **slow)
     held = [world.weights(version, STATE) for version in (codes, back)]
     name = "exp_avg.model.layers.0.mlp.down_proj.weight"
     assert held[0][name].dtype == torch.uint8 and held[1][name].dtype == torch.float32
     assert held[0][name.replace("avg.", "avg_scale.")].shape == (32, 1)
     assert not any("_scale" in key for key in held[1])
-    plain = world.trained(store, wide, made, world.config(seed=1, **slow))
-    plain = world.trained(store, plain, made, world.config(**slow))
+    plain = train(start=wide, seed=1, **slow)
+    plain = train(start=plain, **slow)
     for key in (name, name.replace("avg", "avg_sq")):
         expected = world.weights(plain, STATE)[key]
         assert (held[1][key] - expected).norm() < 0.03 * expected.norm()

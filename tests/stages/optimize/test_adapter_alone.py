@@ -72,18 +72,18 @@ def test_it_has_no_weights_but_the_adapters_and_is_loaded_as_the_merged_one(stor
     assert verify(store)[1] == []
 
 
-def test_a_training_goes_on_from_either_alike(store, policy, made):
+def test_a_training_goes_on_from_either_alike(store, policy, made, train):
     """With adapters or whole weights."""
     merged, alone = twice(store, policy, made)
     one, two, three = (
-        world.trained(store, start, made, config(save, **LATER))
+        train(config(save, **LATER), start=start)
         for start, save in ((merged, "merged"), (alone, "adapter"), (alone, "merged"))
     )
     assert world.are_equal(world.weights(one, ADAPTER), world.weights(two, ADAPTER))
     assert world.are_equal(world.weights(one), world.weights(three))
     assert two.manifest.input("base").ref == str(policy.ref)
     whole = config("merged", lora=None, **LATER)
-    one, two = (world.trained(store, start, made, whole) for start in (merged, alone))
+    one, two = (train(whole, start=start) for start in (merged, alone))
     assert world.are_equal(world.weights(one), world.weights(two))
     assert two.manifest.input("base") is None
 
@@ -116,11 +116,9 @@ def alone(store, policy, made):
     return world.trained(store, policy, made, config("adapter"))
 
 
-def test_the_weights_that_a_manifest_names_are_those_of_base_and_adapter(
-    store, policy, made, alone
-):
-    other = world.trained(store, policy, made, config("adapter", learning_rate=2e-2))
-    again = world.trained(store, policy, made, config("adapter"), into="again")
+def test_the_weights_that_a_manifest_names_are_those_of_base_and_adapter(policy, train, alone):
+    other = train(config("adapter", learning_rate=2e-2))
+    again = train(config("adapter"), into="again")
     names = [model_entry("policy", version).weights for version in (alone, other, again)]
     assert names[0] == names[2] != names[1]
 

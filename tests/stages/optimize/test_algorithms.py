@@ -18,44 +18,34 @@ from tests.stages.optimize import world
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 ROWS = {
-    "grpo": ("group_normalized", "clipped", "sequence_mean", CLIP),
-    "bnpo": ("group_normalized", "clipped", "token_mean", CLIP),
+    "grpo": ("group_normalized clipped sequence_mean", CLIP),
+    "bnpo": ("group_normalized clipped token_mean", CLIP),
     "dapo": (
-        "group_normalized",
-        "clipped",
-        "token_mean",
+        "group_normalized clipped token_mean",
         {"clip_low": 0.2, "clip_high": 0.28, "drop_zero_variance": True},
     ),
-    "dr_grpo": ("group_centered", "clipped", "constant", CLIP),
+    "dr_grpo": ("group_centered clipped constant", CLIP),
     "gspo": (
-        "group_normalized",
-        "sequence_clipped",
-        "sequence_mean",
+        "group_normalized sequence_clipped sequence_mean",
         {"clip_low": 3e-4, "clip_high": 4e-4},
     ),
-    "cispo": ("group_normalized", "cispo", "token_mean", {"clip_max": 5.0}),
+    "cispo": ("group_normalized cispo token_mean", {"clip_max": 5.0}),
     "sapo": (
-        "group_normalized",
-        "sapo",
-        "sequence_mean",
+        "group_normalized sapo sequence_mean",
         {"tau_positive": 1.0, "tau_negative": 1.05},
     ),
     "gmpo": (
-        "group_normalized",
-        "geometric_clipped",
-        "sequence_mean",
+        "group_normalized geometric_clipped sequence_mean",
         {"clip_low": 0.4, "clip_high": 0.4},
     ),
     "luspo": (
-        "group_normalized",
-        "sequence_clipped",
-        "sequence_sum",
+        "group_normalized sequence_clipped sequence_sum",
         {"clip_low": 2e-3, "clip_high": 2.5e-3},
     ),
-    "rloo": ("leave_one_out", "clipped", "token_mean", CLIP),
-    "reinforce_pp": ("batch_normalized", "clipped", "token_mean", CLIP),
-    "reinforce_pp_baseline": ("batch_normalized_baseline", "clipped", "token_mean", CLIP),
-    "ppo": ("gae", "clipped", "token_mean", CLIP),
+    "rloo": ("leave_one_out clipped token_mean", CLIP),
+    "reinforce_pp": ("batch_normalized clipped token_mean", CLIP),
+    "reinforce_pp_baseline": ("batch_normalized_baseline clipped token_mean", CLIP),
+    "ppo": ("gae clipped token_mean", CLIP),
 }
 """What the papers and the contract name; the golden trace has the others too."""
 ROW = "from quiver.stages.optimize.algorithms import Algorithm\n"
@@ -74,9 +64,10 @@ def own(tmp_path):
 
 
 def test_the_rows():
-    for name, expected in ROWS.items():
+    for name, (functions, defaults) in ROWS.items():
         row = algorithms.find_algorithm(name)
-        assert (row.advantage, row.surrogate, row.aggregation, dict(row.defaults)) == expected
+        assert [row.advantage, row.surrogate, row.aggregation] == functions.split(), name
+        assert dict(row.defaults) == defaults, name
     for row in algorithms.ALGORITHMS.values():
         assert callable(find_function("advantages", row.advantage))
         assert callable(find_function("losses", row.aggregation))
@@ -164,14 +155,12 @@ ROLES = {
 def test_an_own_function_that_works_in_place_changes_only_its_own_tensors(role):
     first = torch.ones(4, dtype=torch.int64 if role == "aggregation" else torch.float32)
     column = torch.arange(4)
-    others = {"rollouts": [column], "turns": [column, column], "aggregation": [9]}.get(role, [])
-    options = {"groups": column}
-    if role == "turns":
-        options = {}
-    elif role == "rollouts":
-        options = {"lengths": column}
-    elif role == "tokens":
-        options |= {"offsets": column}
+    others, options = {
+        "rollouts": ([column], {"lengths": column}),
+        "turns": ([column, column], {}),
+        "tokens": ([], {"offsets": column, "groups": column}),
+        "aggregation": ([9], {"groups": column}),
+    }[role]
     answer = contract.checked("mine", role, ROLES[role])(first, *others, **options)
     assert answer.tolist() == [2.0] * 4
     assert first.tolist() == [1] * 4 and column.tolist() == [0, 1, 2, 3]
@@ -193,6 +182,17 @@ def test_an_own_surrogate_that_works_in_place_changes_only_its_own_tensors():
     assert [column.tolist() for column in tokens] == [[-1.0] * 3, [-1.0] * 3, [1.0] * 3, [0, 3]]
 
 
+def call_of(role: str, values: torch.Tensor):
+    """(first argument) -> what is made of an own function's answer, which is `values`."""
+    function, others, options = {
+        "rollouts": (lambda rewards, groups: values, [9], {}),
+        "turns": (lambda rewards, offsets, groups: values, [9, 9], {}),
+        "tokens": (lambda rewards, offsets: values, [], {"offsets": torch.tensor([0, 4])}),
+        "aggregation": (lambda lengths, most: values, [9], {}),
+    }[role]
+    return lambda first: contract.checked("mine", role, function)(first, *others, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("role", ["rollouts", "turns", "tokens", "surrogate", "aggregation"])
 def test_an_own_function_may_return_any_float(role, dtype):
@@ -205,14 +205,7 @@ def test_an_own_function_may_return_any_float(role, dtype):
         )(first)
     else:
         first = torch.tensor([4]) if role == "aggregation" else torch.zeros(4)
-        functions = {
-            "turns": lambda rewards, offsets, groups: halves,
-            "tokens": lambda rewards, offsets: halves,
-        }
-        function = functions.get(role, lambda first, second: halves)
-        others = {"turns": [first, first], "tokens": []}.get(role, [9])
-        options = {"offsets": torch.tensor([0, 4])} if role == "tokens" else {}
-        answer = contract.checked("mine", role, function)(first, *others, **options)
+        answer = call_of(role, halves)(first)
     assert answer.dtype == (torch.float64 if role == "aggregation" else torch.float32)
     assert answer.tolist() == [0.5] * 4 and answer.requires_grad is (role == "surrogate")
 
@@ -252,21 +245,12 @@ def test_a_builtin_whose_arguments_python_cannot_tell_is_refused(builtin):
     ],
 )
 def test_own_numbers_are_finite_but_for_rollouts_without_an_advantage(role, bad, is_refused):
-    values = torch.tensor([0.0, bad, 1.0], dtype=torch.float64)
-    functions = {
-        "rollouts": lambda rewards, groups: values,
-        "turns": lambda rewards, offsets, groups: values,
-        "tokens": lambda rewards, offsets: values,
-        "aggregation": lambda lengths, most: values,
-    }
-    call = contract.checked("mine", role, functions[role])
-    others = {"turns": [0, 0], "tokens": []}.get(role, [0])
-    options = {"offsets": 0} if role == "tokens" else {}
+    call = call_of(role, torch.tensor([0.0, bad, 1.0], dtype=torch.float64))
     if not is_refused:
-        assert call(torch.ones(3), *others, **options).isnan().tolist() == [False, True, False]
+        assert call(torch.ones(3)).isnan().tolist() == [False, True, False]
         return
     with pytest.raises(ConfigError, match=r"expected finite .*, found .* at \[1\]"):
-        call(torch.ones(3), *others, **options)
+        call(torch.ones(3))
 
 
 @pytest.mark.parametrize(
@@ -296,18 +280,17 @@ def test_tight_bounds_of_an_own_algorithm_are_known_once_it_is_resolved(own):
     assert Config(algorithm=own(OWN.replace("0.1", "0.01"))).resolved().needs_prox
 
 
-def test_an_algorithm_that_was_edited_after_it_was_planned_does_not_train(store, policy, own):
+def test_an_algorithm_that_was_edited_after_it_was_planned_does_not_train(store, train, own):
     pinned = {"algorithm_source": "0" * 64}
     with pytest.raises(ConfigError, match="hash expected 000000000000…, found"):
         Config(algorithm=own(), **pinned).resolved()
     with pytest.raises(ConfigError, match="hash expected 000000000000…, found none…"):
         Config(algorithm="grpo", drop_zero_variance=False, **pinned).resolved()
-    made = world.make(store, policy, world.even_share, groups=2, each=2)
     resolved = world.config(algorithm=own()).resolved()
     own(OWN.replace("0.1", "0.3"))
     before = list(map(str, store.versions()))
     with pytest.raises(ConfigError, match=r"own_algo.py:MINE: hash expected .*…, found"):
-        world.trained(store, policy, made, resolved)
+        train(resolved)
     assert list(map(str, store.versions())) == before
 
 
@@ -337,13 +320,12 @@ def test_fields_without_effect_on_an_own_algorithm_are_refused(own):
     assert chosen.resolved().chosen_algorithm().advantage == "group_normalized"
 
 
-def test_the_readmes_algorithm_trains(store, policy, tmp_path, monkeypatch):
+def test_the_readmes_algorithm_trains(store, train, tmp_path, monkeypatch):
     text = (Path(algorithms.__file__).parent / "README.md").read_text()
     (tmp_path / "readme_algo.py").write_text(text.split("```python")[-1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
-    made = world.make(store, policy, world.even_share)
     config = world.config(algorithm="readme_algo:ALGORITHM", options={"cap": 3.0})
-    (row,) = world.updates(store, world.trained(store, policy, made, config))
+    (row,) = world.updates(store, train(config))
     assert row["applied"] and row["clip_fraction"] == 0.0 and row["grad_norm"] > 0
 
 
@@ -356,8 +338,7 @@ def test_the_readmes_algorithm_trains(store, policy, tmp_path, monkeypatch):
         {"algorithm": "pass_at_k", "pass_k": 2},
     ],
 )
-def test_the_stage_trains_on_the_advantage_that_is_chosen(store, policy, fields):
-    made = world.make(store, policy, world.even_share)
+def test_the_stage_trains_on_the_advantage_that_is_chosen(store, made, train, fields):
     rewards = torch.tensor(made[1].table()["reward"].to_pylist(), dtype=torch.float64).view(4, 4)
     epsilon = fields.get("advantage_epsilon", 1e-4)
     if "pass_k" in fields:
@@ -367,20 +348,19 @@ def test_the_stage_trains_on_the_advantage_that_is_chosen(store, policy, fields)
         expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std() + epsilon)
     else:
         expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 0.5)
-    done = world.trained(store, policy, made, world.config(**fields))
-    advantages = [row["advantage"] for row in world.advantages(store, done)]
-    assert advantages == pytest.approx(expected.flatten().tolist(), rel=1e-5)
+    done = train(**fields)
+    assert world.gains(store, done) == pytest.approx(expected.flatten().tolist(), rel=1e-5)
 
 
-def test_an_advantage_that_works_in_place_leaves_the_rewards_of_the_manifest(store, policy, own):
+def test_an_advantage_that_works_in_place_leaves_the_rewards_of_the_manifest(
+    store, made, train, own
+):
     source = (
         ROW + "def centered(rewards, groups):\n    rewards -= rewards.nanmean()\n"
         "    return rewards.double()\n"
         "MINE = Algorithm('mine', centered, 'reinforce', 'token_mean')\n"
     )
-    made = world.make(store, policy, world.even_share)
     rewards = torch.tensor(made[1].table()["reward"].to_pylist())
-    done = world.trained(store, policy, made, world.config(algorithm=own(source)))
+    done = train(algorithm=own(source))
     assert done.manifest.metrics["reward_mean"] == pytest.approx(float(rewards.mean()))
-    advantages = [row["advantage"] for row in world.advantages(store, done)]
-    assert advantages == pytest.approx((rewards - rewards.mean()).tolist())
+    assert world.gains(store, done) == pytest.approx((rewards - rewards.mean()).tolist())

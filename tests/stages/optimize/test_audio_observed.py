@@ -1,8 +1,6 @@
 """Environments that play clips: to the engine, the trainer and people; what is refused; played again
 and branched."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -16,12 +14,10 @@ from quiver.schemas.errors import ConfigError
 from quiver.stages.core.store import Store
 from quiver.stages.model.media.decoder import open_clip
 from quiver.stages.turns.environment import files_in, for_people, read_answer, read_media
-from quiver.stages.turns.reenact import reenact
 from tests import episodes, sight, sound
-from tests.shown import OPTIMIZE
+from tests.shown import OPTIMIZE, paid, require_end, require_refused, require_told_apart
 from tests.stages.optimize.test_images_observed import SAMPLING
 from tests.stages.prompt.test_images import encoded
-from tests.tiny import make_policy
 from tests.writing import run_here
 
 GAME = '''
@@ -76,9 +72,7 @@ def episodes_of(folder, game=GAME, rows=ROWS, rendering=None, **turns):
 
 def trained(store: Store, rollouts: str, run: str, **options):
     """What a training on these episodes says of itself."""
-    config = {"functions": [{"use": "environment"}]}
-    rewards = run_here("reward", config, store, rollouts=rollouts)
-    refs = {"rollouts": rollouts, "rewards": str(rewards), "policy": sound.REFS["policy"]}
+    refs = paid(store, rollouts, sound.REFS["policy"])
     made = run_here("optimize", {**OPTIMIZE, **options}, store, into=run, **refs)
     return store.open(made).manifest.metrics
 
@@ -145,13 +139,8 @@ def test_the_trainer_hears_what_the_engine_heard(saved, packing):
 
 def test_another_clip_is_another_answer(saved, tmp_path):
     store, rollouts, _ = saved
-    again = reenact(store, rollouts, processes=1)
-    assert again.episodes == again.episodes_agree == 9
     (tmp_path / "other.py").write_text(GAME.replace("-0.5, 0.5", "-0.4, 0.4"))
-    other = reenact(store, rollouts, environment=f"{tmp_path}/other.py:Concert", processes=1)
-    found = {difference.what for difference in other.differences}
-    assert other.episodes_agree < 9 and found == {"opening", "observation"}
-    assert any("[clip " in difference.recorded for difference in other.differences)
+    require_told_apart(store, rollouts, f"{tmp_path}/other.py:Concert", "[clip ")
 
 
 def test_a_branch_plays_on_from_what_was_heard_before(saved):
@@ -207,25 +196,13 @@ def test_what_can_not_be_played_ends_the_episode(tmp_path, change, turns, render
         game = game.replace(old, new)
     rows = [{"prompt": "five", "audio": [], "first": 1}]
     store, config, refs = episodes_of(tmp_path, game, rows, rendering, **turns)
-    found = store.open(run_here("generate", config, store, **refs)).table().to_pylist()
-    assert {row["end_reason"] for row in found} == {end}
-    infos = [json.loads(row["turns"][-1]["info"] or "{}") for row in found]
-    assert all((info.get("quiver_failure") is None) == (why is None) for info in infos)
-    assert why is None or all(why in info["quiver_failure"] for info in infos)
+    require_end(store, config, refs, end, why)
 
 
 def test_who_hears_nothing_is_not_asked(tmp_path):
     store, config, refs = episodes_of(tmp_path, rows=[{"prompt": "one", "audio": [], "first": 0}])
-    make_policy(store)
-    refs["policy"] = "tiny/policy@0"
-    with pytest.raises(ConfigError, match="tiny/policy@0 hears no clips") as refusal:
-        run_here("generate", config, store, **refs)
-    assert refusal.value.object == "generate.turns.max_audio"
-    source = sight.write_rows(tmp_path, [{"prompt": "one", "first": 5}], "others.jsonl")
-    turns = {"environment": config["turns"]["environment"]}
-    config = {"source": source, "prompt": "prompt", "turns": turns}
-    with pytest.raises(ConfigError, match="hears no clips"):
-        run_here("prompt", config, store, policy="tiny/policy@0")
+    found = require_refused(store, tmp_path, config, refs, "hears no clips")
+    assert found == "generate.turns.max_audio"
 
 
 def test_a_picture_for_a_policy_that_only_hears_is_refused(tmp_path):

@@ -8,10 +8,8 @@ from transformers import AutoModelForMultimodalLM
 
 from quiver.schemas.errors import ConfigError, NumericError
 from quiver.stages.core.store import Store
-from quiver.stages.model.forward.media import medium_features, vision_parameters
+from quiver.stages.model.forward.media import medium_features
 from quiver.stages.model.forward.policy import Policy
-from quiver.stages.optimize.config import Lora
-from quiver.stages.optimize.lora import attach
 from tests import shown, sight, sound, tiny
 from tests.stages.model.forward.test_policy import packed
 from tests.writing import run_here
@@ -90,18 +88,13 @@ def test_what_hears_is_trained_only_where_it_is_asked_for(store):
 
 
 def test_what_hears_gets_no_adapter_though_its_layers_have_the_names_that_were_chosen(store, model):
-    """It is frozen, so its adapters would not be saved and the next training would miss them."""
-    lora = Lora(target_modules=["v_proj"])
-    attach(lora, model, store.open(REFS["policy"]), seed=0)
-    trained = {id(each) for each in model.parameters() if each.requires_grad}
-    assert trained and not trained & {id(each) for each in vision_parameters(model)}
+    shown.require_no_adapters(model, store.open(REFS["policy"]))
 
 
 def test_a_trained_policy_keeps_the_names_of_its_weights(store):
     """Engines know those of the hub; transformers has others for a model made from a config."""
-    refs = {kind: f"hears/{kind}@1" for kind in ("rollouts", "rewards")} | {
-        "policy": REFS["policy"]
-    }
+    refs = {kind: f"hears/{kind}@1" for kind in ("rollouts", "rewards")}
+    refs["policy"] = REFS["policy"]
     trained = run_here("optimize", shown.OPTIMIZE, store, into="trained", **refs)
     before, after = (
         load_file(store.open(ref).files.path("model.safetensors")).keys()

@@ -6,7 +6,6 @@ no clean-up.
 """
 
 import sys
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,10 +13,6 @@ import pytest
 from quiver.flows.verification import verify
 from quiver.schemas.errors import QuiverError
 from tests.stages.optimize import world
-from tests.writing import run_here
-
-run = partial(run_here, "optimize")
-
 
 OWN = """
 import torch
@@ -110,7 +105,6 @@ class Case(NamedTuple):
     config: dict[str, Any] = {}  # noqa: RUF012
     rows: Any = lambda row: row
     score: Any = world.even_share
-    sampling: dict[str, Any] = {}  # noqa: RUF012
 
 
 def own_algorithm(name: str, part: str, *says: str, **config: Any) -> Case:
@@ -149,9 +143,7 @@ CASES = {
         "E-CONFIG", 2, "optimize.kl_coef", ["0.1 needs the reference's logprobs"], "set kl_coef = 0", {"kl_coef": 0.1}
     ),
     "temperature 0": Case(
-        "E-CONFIG", 2, "tiny/rollouts@2", ["1 rows were sampled at temperature 0"], "generate at "
-                                                                                    "temperature "
-                                                                                    "> 0",
+        "E-CONFIG", 2, "tiny/rollouts@2", ["1 rows were sampled at temperature 0"], "generate at temperature > 0",
         rows=lambda row: {**row, "temperature": 0.0} if row["rollout_id"] == "r-001-2" else row,
     ),
     "temperatures that the logprobs were not sampled at": Case(
@@ -212,15 +204,10 @@ CASES = {
 }  # fmt: skip
 
 
-def prepared(store, policy, rows: list[dict], case: Case) -> tuple:
-    """Rollouts and rewards as the case has them."""
-    return world.scored(store, policy, [case.rows(row) for row in rows], case.score)
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_bad_input(store, policy, made, case):
     rows = made[0].table().to_pylist()
-    bad = prepared(store, policy, rows, case)
+    bad = world.scored(store, policy, [case.rows(row) for row in rows], case.score)
     before = {str(v.ref): v.manifest.content_hash for v in store.versions()}
     with pytest.raises(QuiverError) as caught:
         world.trained(store, policy, bad, world.config(**case.config))
@@ -232,6 +219,6 @@ def test_bad_input(store, policy, made, case):
     assert any(word in error.state for word in intact), error.state
     after = {str(v.ref): v.manifest.content_hash for v in store.versions()}
     assert after == before and verify(store)[1] == []
-    good = prepared(store, policy, rows, Case("", 0, "", [], ""))
+    good = world.scored(store, policy, rows)
     done = world.trained(store, policy, good, world.config(algorithm="bad_algo:FINE"))
     assert str(done.ref) == "tiny/policy@1"

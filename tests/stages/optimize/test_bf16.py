@@ -152,7 +152,7 @@ def test_the_noise_is_of_seed_step_and_parameter():
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_stochastic"])
 def test_the_first_ratio_is_one_and_the_gradient_float32s(store, policy, made, precision):
-    inputs = dict(zip(("policy", "rollouts", "rewards"), (policy, *made), strict=True))
+    inputs = world.inputs_of(policy, made)
     gradients = {}
     for name in ("fp32", precision):
         config = world.config(precision=name, audit={"enabled": False}, token_budget=40)
@@ -190,16 +190,14 @@ def test_the_policy_is_bfloat16_on_disk_too(store, policy):
     assert updates[-1]["value_loss"] < updates[0]["value_loss"]
 
 
-def test_weights_trained_in_bf16_are_so_on_disk_and_the_training_goes_on_in_float32(
-    store, policy, made
-):
+def test_weights_trained_in_bf16_are_so_on_disk_and_the_training_goes_on_in_float32(policy, train):
     """Two iterations are those of float32 files, bit for bit: the halves of the weights that the
     policy lacks went with the optimizer's state. Both take as many bytes."""
     policies = {}
     for dtype in ("float32", "auto"):
         options = {"save_dtype": dtype, "precision": "bf16", **LATER}
-        first = world.trained(store, policy, made, world.config(**options))
-        policies[dtype] = first, world.trained(store, first, made, world.config(seed=1, **options))
+        first = train(**options)
+        policies[dtype] = first, train(start=first, seed=1, **options)
     for wide, narrow_policy in zip(*policies.values(), strict=True):
         state = world.weights(narrow_policy, STATE)
         rounded = world.weights(narrow_policy)
@@ -267,12 +265,12 @@ def test_a_state_with_tensors_of_an_unknown_kind_is_refused():
     assert caught.value.next == "set optimize.load_optimizer = false"
 
 
-def test_another_precision_goes_on_from_the_policys_weights(store, policy, made):
+def test_another_precision_goes_on_from_the_policys_weights(train):
     """Rates of 1e-9 move no weight that bfloat16 could tell from where it was."""
     slow = {"learning_rate": 1e-9, **LATER}
-    first = world.trained(store, policy, made, world.config(save_dtype="bfloat16", **slow))
+    first = train(save_dtype="bfloat16", **slow)
     for precision in ("fp32", "bf16_stochastic"):
-        after = world.trained(store, first, made, world.config(precision=precision, **slow))
+        after = train(start=first, precision=precision, **slow)
         moments = world.weights(after, STATE)
         assert after.manifest.metrics["step"] == 2 and float(moments["updates"]) == 2
         assert not any(name.startswith("rest") for name in moments)
@@ -281,10 +279,10 @@ def test_another_precision_goes_on_from_the_policys_weights(store, policy, made)
             torch.testing.assert_close(value.float(), weights[name].float(), rtol=2**-7, atol=2e-9)
 
 
-def test_a_model_in_several_files_is_the_same_model(store, policy, made, monkeypatch):
-    together = world.trained(store, policy, made, into="together")
+def test_a_model_in_several_files_is_the_same_model(train, monkeypatch):
+    together = train(into="together")
     monkeypatch.setattr("quiver.stages.model.checkpoints.FILE_BYTES", 60_000)
-    apart = world.trained(store, policy, made, into="apart")
+    apart = train(into="apart")
     sizes = [
         entry.bytes
         for entry in apart.manifest.files
@@ -292,9 +290,7 @@ def test_a_model_in_several_files_is_the_same_model(store, policy, made, monkeyp
     ]
     assert len(sizes) > 2 and max(sizes) < 90_000  # the embedding alone has 81,920
     assert "model.safetensors.index.json" in apart.files.names
-    after = [
-        world.trained(store, start, made, world.config(**LATER)) for start in (together, apart)
-    ]
+    after = [train(start=start, **LATER) for start in (together, apart)]
     one, other = (load_model(version, dtype=torch.float32).state_dict() for version in after)
     assert world.are_equal(one, other)
 

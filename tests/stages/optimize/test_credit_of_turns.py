@@ -27,10 +27,6 @@ def load(store, policy, rollouts, rewards, **fields):
     return config, loading.load(config, config.chosen_algorithm(), store, inputs)
 
 
-def saved_advantages(store, done) -> list[list[float] | None]:
-    return [row["advantage"] for row in world.advantages(store, done)]
-
-
 def over_turns(row: dict, values: list[float]) -> list[float]:
     """One value of each turn, for each of its tokens."""
     lengths = [part["length"] for part in row["turns"]]
@@ -149,7 +145,7 @@ def test_each_turn_answers_for_what_comes_with_and_after_it(store, policy):
         for row in rows:
             row.setdefault("turns", [turn(len(row["completion_ids"]))])
         expected += expected_credit(rows, earned.table()["turn_rewards"].to_pylist())
-    for mine, own in zip(saved_advantages(store, done), expected, strict=True):
+    for mine, own in zip(world.gains(store, done), expected, strict=True):
         assert mine == pytest.approx(own, abs=1e-6)
     assert done.manifest.metrics["audit"]["mean_gap"] < 1e-4
 
@@ -167,7 +163,7 @@ def test_what_is_not_scored_or_aborted_is_in_nobodys_baseline(store, policy):
     )
     done = world.trained(store, policy, (rollouts, rewards), world.config(credit="turn"))
     assert done.manifest.metrics["dropped"] == {"abort": 1, "not_scored": 4, "small_group": 1}
-    saved = [gains for gains in saved_advantages(store, done) if gains is not None]
+    saved = [gains for gains in world.gains(store, done) if gains is not None]
     expected = expected_credit(rows[2:4], [episodes.even_ids(row) for row in rows[2:4]])
     for mine, own in zip(saved, expected, strict=True):
         assert mine == pytest.approx(own, abs=1e-6)
@@ -213,7 +209,7 @@ def test_an_advantage_of_turns_of_ones_own(store, policy, tmp_path, monkeypatch)
     done = world.trained(store, policy, made, config)
     earned = made[1].table()["turn_rewards"].to_pylist()
     rows = made[0].table().to_pylist()
-    for mine, row, rewards in zip(saved_advantages(store, done), rows, earned, strict=True):
+    for mine, row, rewards in zip(world.gains(store, done), rows, earned, strict=True):
         assert mine == pytest.approx(over_turns(row, [2 * reward for reward in rewards]))
     with pytest.raises(ConfigError, match="has advantages of turns: set credit = 'turn'"):
         world.trained(store, policy, made, world.config(algorithm="own.py:ALGORITHM"))

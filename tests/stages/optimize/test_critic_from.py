@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -22,7 +22,6 @@ from quiver.stages.model.loading import load_model
 from quiver.stages.optimize import critic as critics
 from quiver.stages.optimize import stage
 from quiver.stages.optimize.classifier import find_classifier, read_classifier
-from quiver.stages.optimize.trainer import Trainer
 from tests.stages.optimize import world
 from tests.tiny import make_folder, make_policy, tokenizer
 
@@ -82,26 +81,26 @@ def scores(folder: Path, rows: list[dict]) -> list[float]:
 )
 def test_the_first_values_are_the_classifiers_scores(store, tmp_path, kind, packing):
     policy = make_policy(store, kind, kind)
-    rollouts, rewards = world.by_engine(store, policy, groups=3, each=2)
+    made = world.by_engine(store, policy, groups=3, each=2)
     folder = make_classifier(tmp_path / "classifier", kind)
     trunk = critics.trunk_of(load_model(policy, dtype=torch.float32))
-    inputs = {"policy": policy, "rollouts": rollouts, "rewards": rewards}
+    inputs = world.inputs_of(policy, made)
     trainer = world.trainer(store, inputs, config(folder, packing=packing), value_trunk=trunk)
     start = read_classifier(folder, "classifier", trainer.critic["trunk"])
     critics.resume(trainer.critic, trainer.optimizer, policy, "model", moments=True, start=start)
     trainer.prepare()
-    expected = scores(folder, rollouts.table().to_pylist())
+    expected = scores(folder, made[0].table().to_pylist())
     assert max(expected) - min(expected) > 0.1
     assert trainer.batch.old_values.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_training_starts_from_it_and_the_next_from_the_saved_critic(
-    store, policy, made, classifier
+    store, policy, made, train, classifier
 ):
     """Of weight 0 the critic gives values and stays: what is saved of it is the classifier. With
     λ = 1 the return of each token is the rollout's reward."""
     chosen = config(classifier, value_coef=0.0, gae_lambda=1.0, **STALE)
-    first = world.trained(store, policy, made, chosen)
+    first = train(chosen)
     rows = made[0].table().to_pylist()
     values = scores(classifier, rows)
     rewards = [world.even_share(row) for row in rows for _ in row["completion_ids"]]
@@ -118,72 +117,63 @@ def test_a_training_starts_from_it_and_the_next_from_the_saved_critic(
     assert models == {"policy": "tiny/policy@0", "critic": str(classifier)}
     shutil.rmtree(classifier)  # from now on nothing reads it
     learning = chosen.model_copy(update={"value_coef": 0.1})
-    second = world.trained(store, first, made, learning)
+    second = train(learning, start=first)
     assert [model.role for model in second.manifest.models] == ["policy"]
     assert world.updates(store, second)[0]["value_loss"] == pytest.approx(
         update["value_loss"], rel=1e-4
     )
     alone = learning.model_copy(update={"critic_from": None})
-    assert world.trained(store, first, made, alone).ref == second.ref
-    third = world.trained(store, second, made, learning)
+    assert train(alone, start=first).ref == second.ref
+    third = train(learning, start=second)
     assert not world.are_equal(
         *(world.weights(done, "critic/state.safetensors") for done in (second, third))
     )
 
 
-def test_a_killed_training_goes_on_bit_for_bit(store, policy, made, classifier, monkeypatch):
+def test_a_killed_training_goes_on_bit_for_bit(store, policy, made, classifier):
     train = partial(world.trained, store, policy, made)
     chosen = config(classifier, epochs=3, resume_steps=2)
     whole = train(chosen, into="whole")
-    step = Trainer._train_minibatch
-
-    def dies(self, *arguments):
-        if len(self.updates) == 2:
-            raise KeyboardInterrupt
-        return step(self, *arguments)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Trainer, "_train_minibatch", dies)
+    with world.dies_after(2):
         train(chosen, into="killed")
     resumed = train(chosen, into="killed")
     for name in ("critic/state.safetensors", "model.safetensors"):
         assert world.are_equal(world.weights(whole, name), world.weights(resumed, name))
 
 
-def test_its_bytes_decide_which_version_is_made(store, policy, made, classifier, tmp_path):
-    first = world.trained(store, policy, made, config(classifier))
+def test_its_bytes_decide_which_version_is_made(train, classifier, tmp_path):
+    first = train(config(classifier))
     moved = shutil.copytree(classifier, tmp_path / "moved")
-    assert world.trained(store, policy, made, config(moved)).ref == first.ref
-    plain = world.trained(store, policy, made, config(classifier, critic_from=None))
-    weights = load_file(moved / "model.safetensors")
-    weights["score.weight"][0, 0] += 1
-    save_file(weights, moved / "model.safetensors", {"format": "pt"})
-    other = world.trained(store, policy, made, config(moved))
+    assert train(config(moved)).ref == first.ref
+    plain = train(config(classifier, critic_from=None))
+    with world.edited_weights(moved) as weights:
+        weights["score.weight"][0, 0] += 1
+    other = train(config(moved))
     assert len({first.ref, plain.ref, other.ref}) == 3
 
 
-def test_a_classifier_of_the_store_is_named_by_number_or_tag(store, policy, made, classifier):
+def test_a_classifier_of_the_store_is_named_by_number_or_tag(store, policy, train, classifier):
     imported = world.import_policy({"model": str(classifier)}, store, into="judge")
     store.tag("judge", "good", imported, expected=None, why="it judges well")
-    done = world.trained(store, policy, made, config("judge/policy@good"))
+    done = train(config("judge/policy@good"))
     assert done.manifest.model("critic").ref == "judge/policy@0"
     assert verify(store)[1] == []
     # the same bytes, whatever they are called
     for name in ("judge/policy@0", str(classifier)):
-        assert world.trained(store, policy, made, config(name)).ref == done.ref
+        assert train(config(name)).ref == done.ref
     with pytest.raises(LineageError, match="run judge has no tag best"):
-        world.trained(store, policy, made, config("judge/policy@best"))
+        train(config("judge/policy@best"))
 
 
 # -- what is refused
 
 
 def test_a_folder_that_changes_after_the_plan_is_refused(store, policy, made, classifier):
-    refs = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref}
+    inputs = world.inputs_of(policy, made)
+    refs = {role: version.ref for role, version in inputs.items()}
     plan = stage.plan(config(classifier), store, refs)
-    weights = load_file(classifier / "model.safetensors")
-    weights["score.weight"] += 1
-    save_file(weights, classifier / "model.safetensors", {"format": "pt"})
+    with world.edited_weights(classifier) as weights:
+        weights["score.weight"] += 1
     with pytest.raises(ConfigError, match="has changed since"), open_staging(plan) as staging:
         stage.make(plan, staging.writers)
 
@@ -227,11 +217,11 @@ def test_other_models_are_refused(store, policy, tmp_path):
         find_classifier(config(encoder_decoder), store.open, make_policy(store, "t5", "t5"))
 
 
-def test_a_number_under_another_name_is_seen_when_it_is_loaded(store, policy, made, classifier):
+def test_a_number_under_another_name_is_seen_when_it_is_loaded(train, classifier):
     """Older files have the base of rotary positions at the top."""
     rewrite(classifier, rope_parameters=None, rope_theta=77.0)
     with pytest.raises(ConfigError, match=r"has rope_parameters\.rope_theta 77\.0, expected 10000"):
-        world.trained(store, policy, made, config(classifier))
+        train(config(classifier))
 
 
 def test_a_head_of_several_layers_is_seen_when_it_is_loaded(store, policy, tmp_path):

@@ -2,7 +2,6 @@
 trainer; what is refused; played again and branched."""
 
 import hashlib
-import json
 import re
 from functools import cache
 
@@ -24,10 +23,8 @@ from quiver.stages.turns.environment import (
     read_messages,
     read_step,
 )
-from quiver.stages.turns.reenact import reenact
 from tests import sight
-from tests.shown import OPTIMIZE
-from tests.tiny import make_policy
+from tests.shown import OPTIMIZE, paid, require_end, require_refused, require_told_apart
 from tests.writing import begin, run_here
 
 IMAGE = sight.words().convert_tokens_to_ids("<image>")
@@ -83,12 +80,6 @@ def episodes_of(folder, kind="idefics3", game=GAME, rows=ROWS, **turns):
     }
     refs = {"prompts": str(prompts), "policy": sight.REFS["policy"]}
     return store, config, refs
-
-
-def paid(store: Store, rollouts: str) -> dict[str, str]:
-    config = {"functions": [{"use": "environment"}]}
-    rewards = run_here("reward", config, store, rollouts=rollouts)
-    return {"rollouts": rollouts, "rewards": str(rewards), "policy": sight.REFS["policy"]}
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +148,9 @@ def test_the_trainer_sees_what_the_engine_saw(saved, packing):
     """The audit compares with what was sampled; `packing` is tried against the whole model."""
     store, rollouts = saved
     config = {**OPTIMIZE, "packing": packing}
-    ref = run_here("optimize", config, store, into=packing, **paid(store, rollouts))
+    ref = run_here(
+        "optimize", config, store, into=packing, **paid(store, rollouts, sight.REFS["policy"])
+    )
     metrics = store.open(ref).manifest.metrics
     assert metrics["packing"] == packing
     assert metrics["audit"]["max_gap"] < 1e-5 and metrics["audit"]["rollouts"] == 9
@@ -180,7 +173,7 @@ def test_prompts_need_not_show_any(tmp_path):
     store, config, refs = episodes_of(tmp_path, rows=ROWS[1:2])
     assert store.open(refs["prompts"]).table()["images"].to_pylist() == [[]]
     rollouts = str(run_here("generate", config, store, **refs))
-    ref = run_here("optimize", OPTIMIZE, store, **paid(store, rollouts))
+    ref = run_here("optimize", OPTIMIZE, store, **paid(store, rollouts, sight.REFS["policy"]))
     assert store.open(ref).manifest.metrics["audit"]["max_gap"] < 1e-5
     path = sight.make_folder(tmp_path / "other") / "processor_config.json"
     path.write_text(path.read_text().replace("0.5,", "0.4,"))
@@ -219,7 +212,7 @@ def test_vllm_is_shown_them_too(tmp_path):
     rollouts = str(run_stage("generate", config, store, **refs))
     rows = store.open(rollouts).table().to_pylist()
     assert sum(len(row["images"] or []) for row in rows) > 3
-    ref = run_here("optimize", OPTIMIZE, store, **paid(store, rollouts))
+    ref = run_here("optimize", OPTIMIZE, store, **paid(store, rollouts, sight.REFS["policy"]))
     assert store.open(ref).manifest.metrics["audit"]["max_gap"] < 1e-4
 
 
@@ -230,8 +223,8 @@ def test_vllm_is_shown_them_too(tmp_path):
         ("", "", {"max_images": 2}, "max_images", None),
         ("", "", {"max_observation_tokens": 20}, "max_observation_tokens", None),
         (
-            "images = [self.picture() for _ in range(self.count % 3)]",
-            "images = [self.picture(), b'no picture']",
+            "for _ in range(self.count % 3)]",
+            ", b'no picture']",
             {},
             "environment_error",
             "its picture 2 is not a picture of type PNG, JPEG, WEBP",
@@ -249,11 +242,7 @@ def test_what_can_not_be_shown_ends_the_episode(tmp_path, before, after, turns, 
     """Alone, and told why."""
     game = GAME.replace(before, after) if before else GAME
     store, config, refs = episodes_of(tmp_path, game=game, rows=ROWS[:1], **turns)
-    rows = store.open(run_here("generate", config, store, **refs)).table().to_pylist()
-    assert {row["end_reason"] for row in rows} == {end}
-    infos = [json.loads(row["turns"][-1]["info"] or "{}") for row in rows]
-    assert all((info.get("quiver_failure") is None) == (why is None) for info in infos)
-    assert why is None or all(why in info["quiver_failure"] for info in infos)
+    require_end(store, config, refs, end, why)
 
 
 def test_a_tools_pictures_are_shown_as_a_users_where_there_are_no_tools(tmp_path):
@@ -268,36 +257,22 @@ def test_a_tools_pictures_are_shown_as_a_users_where_there_are_no_tools(tmp_path
 
 def test_who_sees_nothing_is_not_asked(tmp_path):
     store, config, refs = episodes_of(tmp_path, rows=[{"prompt": "one", "images": [], "first": 0}])
-    make_policy(store)
-    refs["policy"] = "tiny/policy@0"
-    with pytest.raises(ConfigError, match="tiny/policy@0 sees no pictures") as refusal:
-        run_here("generate", config, store, **refs)
-    assert refusal.value.object == "generate.turns.max_images"
-    source = sight.write_rows(tmp_path, [{"prompt": "one", "first": 5}], "others.jsonl")
-    turns = {"environment": config["turns"]["environment"]}
-    config = {"source": source, "prompt": "prompt", "turns": turns}
-    with pytest.raises(ConfigError, match="sees no pictures"):
-        run_here("prompt", config, store, policy="tiny/policy@0")
+    found = require_refused(store, tmp_path, config, refs, "sees no pictures")
+    assert found == "generate.turns.max_images"
 
 
 def test_a_history_that_is_rewritten_loses_its_pictures(tmp_path):
     store, config, refs = episodes_of(tmp_path, max_images=0)
-    for rewritten in ("restart",):
-        turns = {**config["turns"], "rewritten": rewritten}
-        with pytest.raises(ConfigError, match="loses the pictures of sees/prompts@2") as refusal:
-            run_here("generate", {**config, "turns": turns}, store, **refs)
-        assert refusal.value.object == "generate.turns.rewritten"
+    config["turns"]["rewritten"] = "restart"
+    with pytest.raises(ConfigError, match="loses the pictures of sees/prompts@2") as refusal:
+        run_here("generate", config, store, **refs)
+    assert refusal.value.object == "generate.turns.rewritten"
 
 
 def test_another_picture_is_another_answer(saved, tmp_path):
     store, rollouts = saved
-    report = reenact(store, rollouts, processes=1)
-    assert report.episodes == report.episodes_agree == 9
     (tmp_path / "other.py").write_text(GAME.replace("5 * self.count", "6 * self.count"))
-    report = reenact(store, rollouts, environment=f"{tmp_path}/other.py:Gallery", processes=1)
-    found = {difference.what for difference in report.differences}
-    assert report.episodes_agree < 9 and found == {"opening", "observation"}
-    assert any("[picture " in difference.recorded for difference in report.differences)
+    require_told_apart(store, rollouts, f"{tmp_path}/other.py:Gallery", "[picture ")
 
 
 def test_a_branch_shows_what_was_shown_before(saved):
@@ -334,10 +309,8 @@ def test_an_id_that_was_sampled_before_a_picture_costs_vllm_its_episode(tmp_path
     made = store.open(run_stage("generate", config, store, into="cut", **refs)).table().to_pylist()
     assert len(made) == len(rows) > 0
     for row in made:
-        assert (row["end_reason"], row["turns"][0]["finish_reason"]) == (
-            "environment_error",
-            "abort",
-        )
+        assert row["end_reason"] == "environment_error"
+        assert row["turns"][0]["finish_reason"] == "abort"
 
 
 def test_a_template_without_pictures_is_refused_before_anything_is_sampled(tmp_path):

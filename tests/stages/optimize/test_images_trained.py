@@ -11,12 +11,10 @@ from transformers import AutoModelForImageTextToText
 
 from quiver.schemas.errors import NumericError
 from quiver.stages.core.store import Store
-from quiver.stages.model.forward.media import feature_places, vision_parameters
+from quiver.stages.model.forward.media import feature_places
 from quiver.stages.model.forward.policy import Policy
 from quiver.stages.model.forward.verify import choose_mode
 from quiver.stages.model.media.dataset import files_of
-from quiver.stages.optimize.config import Lora
-from quiver.stages.optimize.lora import attach
 from tests import shown, sight
 from tests.stages.model.forward.test_policy import packed
 from tests.writing import run_here
@@ -155,11 +153,7 @@ def test_what_sees_is_trained_only_where_it_is_asked_for(store):
 
 
 def test_what_sees_gets_no_adapter_though_its_layers_have_the_names_that_were_chosen(store, model):
-    """It is frozen, so its adapters would not be saved and the next training would miss them."""
-    lora = Lora(target_modules=["v_proj"])
-    attach(lora, model, store.open(REFS["policy"]), seed=0)
-    trained = {id(each) for each in model.parameters() if each.requires_grad}
-    assert trained and not trained & {id(each) for each in vision_parameters(model)}
+    shown.require_no_adapters(model, store.open(REFS["policy"]))
 
 
 def test_a_version_may_have_lost_all_of_its_pictures(tmp_path):

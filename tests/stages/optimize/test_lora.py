@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,7 +32,6 @@ from quiver.stages.optimize.stage import Config, check
 from quiver.stages.optimize.trainer import Trainer
 from tests.stages.optimize import world
 from tests.tiny import make_folder, make_policy
-from tests.writing import run_here
 
 ADAPTER = "adapter/adapter_model.safetensors"
 SMALL = {"rank": 4, "alpha": 12}
@@ -79,8 +77,8 @@ def test_base_and_adapter_are_the_policy(store, start):
     assert json.loads(configs[0]) == json.loads(configs[1])
 
 
-def test_only_the_adapters_are_trained_and_have_moments(store, policy, made):
-    done = world.trained(store, policy, made, _config(minibatches=2))
+def test_only_the_adapters_are_trained_and_have_moments(store, policy, made, train):
+    done = train(_config(minibatches=2))
     names = {name for name in done.files.names if name.endswith(".safetensors")}
     assert names == {"model.safetensors", ADAPTER, "optimizer/state.safetensors"}
     adapter = world.weights(done, ADAPTER)
@@ -98,7 +96,7 @@ def test_only_the_adapters_are_trained_and_have_moments(store, policy, made):
     assert done.manifest.config["lora"] == described
     assert done.manifest.input("base").ref == str(policy.ref)
     assert verify(store)[1] == []
-    other = world.trained(store, policy, made, _config(seed=1))
+    other = train(_config(seed=1))
     assert not world.are_equal(adapter, world.weights(other, ADAPTER)), "A is made by the seed"
 
 
@@ -110,8 +108,7 @@ def test_only_the_adapters_are_trained_and_have_moments(store, policy, made):
 def test_the_adapters_gradient_is_that_of_the_whole_weights(store, start, packing):
     """With W' = W + s B A and B = 0: dL/dB = s dL/dW Aᵀ and dL/dA = 0, where dL/dW is that of full
     training; gpt2's W is the transpose."""
-    inputs = {"policy": start}
-    inputs |= zip(("rollouts", "rewards"), world.by_engine(store, start), strict=True)
+    inputs = world.inputs_of(start, world.by_engine(store, start))
     config = _config(packing=packing, token_budget=40)
 
     def parameters_of(lora: bool) -> dict[str, torch.nn.Parameter]:
@@ -137,9 +134,9 @@ def test_the_adapters_gradient_is_that_of_the_whole_weights(store, start, packin
     assert largest > 1e-3
 
 
-def test_names_choose_the_layers(store, policy, made):
+def test_names_choose_the_layers(train):
     lora = {**SMALL, "target_modules": ["q_proj", "mlp.down_proj"]}
-    done = world.trained(store, policy, made, _config(lora=lora))
+    done = train(_config(lora=lora))
     names = world.weights(done, ADAPTER)
     layers = {name.partition(".layers.")[2].partition(".lora_")[0] for name in names}
     assert layers == {
@@ -150,35 +147,33 @@ def test_names_choose_the_layers(store, policy, made):
 # -- going on
 
 
-def test_the_audit_compares_base_and_adapter_with_what_the_merged_weights_sampled(
-    store, policy, made
-):
-    done = world.trained(store, policy, made, _config(epochs=4))
+def test_the_audit_compares_base_and_adapter_with_what_the_merged_weights_sampled(store, train):
+    done = train(_config(epochs=4))
     assert done.manifest.metrics["audit"]["max_gap"] < 1e-4
     later = world.scored(store, done, world.rows_of(done, 4, 4))
     metrics = world.trained(store, done, later, _config()).manifest.metrics
     assert metrics["audit"]["max_gap"] < 1e-4 and metrics["step"] == 5
 
 
-def test_whole_weights_may_follow_adapters_and_the_reverse(store, policy, made, caplog):
-    adapted = world.trained(store, policy, made, _config())
-    whole = world.trained(store, adapted, made, _again(lora=None))
+def test_whole_weights_may_follow_adapters_and_the_reverse(train, caplog):
+    adapted = train(_config())
+    whole = train(_again(lora=None), start=adapted)
     assert (
         "trained by adapters, now it is whole weights: the moments start from zero" in caplog.text
     )
     assert not (whole.files.folder / "adapter").exists() and whole.manifest.input("base") is None
     before, after = world.weights(adapted), world.weights(whole)
     assert not any(torch.equal(before[name], after[name]) for name in before)
-    anew = world.trained(store, whole, made, _again())
+    anew = train(_again(), start=whole)
     assert "trained by whole weights, now it is adapters" in caplog.text
     assert anew.manifest.input("base").ref == str(whole.ref)
     assert torch.equal(world.weights(anew)["model.norm.weight"], after["model.norm.weight"])
 
 
-def test_a_critics_head_is_trained_beside_the_adapters(store, policy, made):
+def test_a_critics_head_is_trained_beside_the_adapters(train):
     fields = {"algorithm": "ppo", "critic_learning_rate": 1e-2}
-    first = world.trained(store, policy, made, _config(epochs=2, **fields))
-    second = world.trained(store, first, made, _again(**fields))
+    first = train(_config(epochs=2, **fields))
+    second = train(_again(**fields), start=first)
     size = sum(tensor.numel() for tensor in world.weights(first, ADAPTER).values())
     assert first.manifest.metrics["trainable_parameters"] == size + 32 + 1
     heads = [world.weights(done, "value_head/state.safetensors") for done in (first, second)]
@@ -190,10 +185,8 @@ def test_a_critics_head_is_trained_beside_the_adapters(store, policy, made):
 def half(request, store, tmp_path):
     """A policy that was saved in bfloat16, as most are."""
     folder = make_folder(tmp_path / "half", request.param)
-    weights = load_file(folder / "model.safetensors")
-    weights = {name: weight.bfloat16() for name, weight in weights.items()}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return store.open(run_here("policy", {"model": str(folder)}, store, into=request.param))
+    world.make_bfloat16(folder)
+    return world.imported(store, folder, request.param)
 
 
 def test_a_base_that_bfloat16_holds_is_held_in_it_and_nothing_changes(store, half, monkeypatch):
@@ -243,7 +236,7 @@ def test_buffers_that_a_model_computes_are_those_of_float32(store, tmp_path):
     )  # fmt: skip
     folder = make_folder(tmp_path / "model")
     Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    policy = store.open(run_here("policy", {"model": str(folder)}, store, into="gemma"))
+    policy = world.imported(store, folder, "gemma")
     scale = dict(load_as_stored(policy).named_buffers())["model.embed_tokens.embed_scale"]
     assert float(scale) == pytest.approx(24**0.5, rel=1e-6)
 
@@ -260,35 +253,33 @@ def test_adapters_are_float32_and_so_is_a_base_that_bfloat16_does_not_hold(polic
 # -- refusals
 
 
-def test_without_peft_it_says_what_to_install(store, policy, made, monkeypatch):
-    done = world.trained(store, policy, made, _config())
+def test_without_peft_it_says_what_to_install(train, monkeypatch):
+    done = train(_config())
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match="peft is not installed") as caught:
-        world.trained(store, policy, made, _config(), force=True)
+        train(_config(), force=True)
     assert caught.value.next == 'pip install "quiver-rl[lora]"'
     with pytest.raises(ConfigError, match="peft is not installed"):  # before anything is generated
         check(_config(), ["answer"])
-    assert world.trained(store, policy, made, _config()).ref == done.ref  # what is done needs none
+    assert train(_config()).ref == done.ref  # what is done needs none
 
 
-def test_the_order_of_target_modules_makes_no_other_adapter(store, policy, made):
-    first = world.trained(
-        store, policy, made, _config(lora={**SMALL, "target_modules": ["q_proj", "v_proj"]})
-    )
+def test_the_order_of_target_modules_makes_no_other_adapter(train):
+    first = train(_config(lora={**SMALL, "target_modules": ["q_proj", "v_proj"]}))
     turned = {**SMALL, "target_modules": ["v_proj", "q_proj", "v_proj"]}
-    second = world.trained(store, first, made, _again(lora=turned))
+    second = train(_again(lora=turned), start=first)
     assert second.manifest.input("base") is not None and second.manifest.metrics["step"] == 2
 
 
-def test_another_adapter_than_the_checkpoints_is_refused(store, policy, made):
-    first = world.trained(store, policy, made, _config())
+def test_another_adapter_than_the_checkpoints_is_refused(train):
+    first = train(_config())
     for changed, said in (
         ({"rank": 8}, "its adapter has rank = 4, the recipe asks for rank = 8"),
         ({"alpha": 24}, "its adapter has alpha = 12, the recipe asks for alpha = 24"),
         ({"target_modules": ["q_proj"]}, "asks for target_modules = ['q_proj']"),
     ):
         with pytest.raises(ConfigError) as caught:
-            world.trained(store, first, made, _again(lora={**SMALL, **changed}))
+            train(_again(lora={**SMALL, **changed}), start=first)
         assert said in caught.value.message and str(first.files.folder) in caught.value.next
 
 
@@ -312,8 +303,7 @@ def experts_policy(store, folder, kind: str, **fields):
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 320}
     config = AutoConfig.for_model(kind, num_hidden_layers=2, **sizes, **experts, **ids)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "experts")
-    config = {"model": str(folder / "experts")}
-    return store.open(run_here("policy", config, store, into=kind.partition("_")[0]))
+    return world.imported(store, folder / "experts", kind.partition("_")[0])
 
 
 @pytest.mark.parametrize("kind", ["llama4_text", "phimoe"])
@@ -326,16 +316,12 @@ def test_a_router_of_experts_gets_no_adapter(store, tmp_path, kind):
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
     assert any("q_proj" in name for name in trained)
     assert not any("router" in name for name in trained)
-    with pytest.raises(
-        ConfigError, match="no linear layer inside the language model is called 'router'"
-    ):
+    with pytest.raises(ConfigError, match="is called 'router'"):
         require_layers(Lora(target_modules=["router"]), policy)
 
 
 def test_layers_are_checked_without_the_weights(policy):
-    with pytest.raises(
-        ConfigError, match=r"no linear layer inside the language model.*mean q_proj\?"
-    ):
+    with pytest.raises(ConfigError, match=r"mean q_proj\?"):
         require_layers(Lora(target_modules=["q_porj"]), policy)
     require_layers(Lora(**SMALL), policy)
 
@@ -362,21 +348,21 @@ def test_layers_that_are_called_like_experts_get_no_adapter(store, tmp_path, cap
     }
 
 
-def test_an_adapter_of_another_model_is_refused(store, policy, made):
-    first = world.trained(store, policy, made, _config())
+def test_an_adapter_of_another_model_is_refused(store, train):
+    first = train(_config())
     other = load_model(make_policy(store, "t5", "t5"), dtype=torch.float32)
     with pytest.raises(ConfigError, match="other names or shapes"):
         attach(Lora(**SMALL), other, first, seed=0)
 
 
-def test_a_base_that_is_gone_or_changed_is_refused(store, policy, made):
-    first = world.trained(store, policy, made, _config())
+def test_a_base_that_is_gone_or_changed_is_refused(store, policy, train):
+    first = train(_config())
     shutil.rmtree(policy.files.folder)
     gone = "trained over tiny/policy@0, expected .*, found no such version"
     with pytest.raises(LineageError, match=gone) as caught:
-        world.trained(store, first, made, _again())
+        train(_again(), start=first)
     assert str(first.files.folder) in caught.value.next
     other = make_policy(store, seed=1)  # it has the number of what was deleted by hand
     assert other.ref == policy.ref
     with pytest.raises(LineageError, match=other.manifest.content_hash[:12]):
-        world.trained(store, first, made, _again())
+        train(_again(), start=first)

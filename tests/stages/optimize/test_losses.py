@@ -3,6 +3,7 @@ relations between them."""
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ N = sum(LENGTHS)
 OLD = -RNG.exponential(1.0, N)
 NOW = OLD + RNG.normal(0, 0.4, N)
 ADVANTAGES = np.repeat([1.5, -0.7, -2.0, 0.3], LENGTHS)
+RATIOS = np.exp(NOW - OLD)
+exactly = partial(pytest.approx, rel=1e-12)
 
 
 def _tokens(now=NOW, old=OLD, advantages=ADVANTAGES) -> losses.Tokens:
@@ -29,27 +32,40 @@ def _tokens(now=NOW, old=OLD, advantages=ADVANTAGES) -> losses.Tokens:
     return losses.Tokens(*data, torch.tensor(OFFSETS))
 
 
-def _clipped(ratio, advantage, low, high, dual, delta) -> tuple[float, bool]:
+def _found(surrogate, tokens: losses.Tokens, **options) -> tuple[list, list, list]:
+    """Of each token its loss, the gradient of their sum, and whether it is at a bound."""
+    now = tokens.logprobs.clone().requires_grad_()
+    loss, at_bound = surrogate(tokens._replace(logprobs=now), **options)
+    assert loss.isfinite().all()
+    (gradient,) = torch.autograd.grad(loss.sum(), now)
+    return loss.tolist(), gradient.tolist(), at_bound.tolist()
+
+
+def _clipped(ratio, advantage, clip_low, clip_high, dual_clip, delta) -> tuple[float, bool]:
     """Loss of a token, and whether a bound decided it."""
     free = min(ratio, delta or math.inf) * advantage
-    bounded = min(max(ratio, 1 - low), 1 + high) * advantage
+    bounded = min(max(ratio, 1 - clip_low), 1 + clip_high) * advantage
     loss, is_clipped = -min(free, bounded), bounded < free or bool(delta and ratio > delta)
-    if dual and advantage < 0 and -dual * advantage < loss:
-        return -dual * advantage, True
+    if dual_clip and advantage < 0 and -dual_clip * advantage < loss:
+        return -dual_clip * advantage, True
     return loss, is_clipped
+
+
+def _require_clipped(found: tuple[list, list, list], ratios, **bounds) -> None:
+    loss, _, taken = found
+    tokens = zip(ratios, ADVANTAGES, strict=True)
+    expected = [_clipped(*token, **bounds) for token in tokens]
+    assert loss == exactly([each for each, _ in expected])
+    assert taken == [is_clipped for _, is_clipped in expected]
 
 
 @pytest.mark.parametrize("low, high", [(0.2, 0.28), (0.0, 0.05)])
 @pytest.mark.parametrize("dual, delta", [(None, None), (1.2, None), (None, 1.4), (1.2, 1.4)])
 def test_clipped_golden(low, high, dual, delta):
     options = {"clip_low": low, "clip_high": high, "dual_clip": dual, "delta": delta}
-    loss, taken = losses.clipped(_tokens(), **options)
-    for t in range(N):
-        ratio = math.exp(NOW[t] - OLD[t])
-        expected, is_clipped = _clipped(ratio, ADVANTAGES[t], low, high, dual, delta)
-        assert loss[t].item() == pytest.approx(expected, rel=1e-12)
-        assert taken[t].item() == is_clipped
-    assert taken.any() and not taken.all()
+    found = _found(losses.clipped, _tokens(), **options)
+    _require_clipped(found, RATIOS, **options)
+    assert 0 < sum(found[2]) < N
 
 
 @pytest.mark.parametrize(
@@ -60,12 +76,13 @@ def test_clipped_golden(low, high, dual, delta):
     ],
 )
 def test_a_token_at_a_bound_has_no_gradient(ratios, advantages, delta, at_bound, gradient):
-    now = torch.tensor(ratios).log().requires_grad_()
     offsets = torch.tensor([0, len(ratios)])
-    tokens = losses.Tokens(now, torch.zeros(len(ratios)), torch.tensor(advantages), offsets)
-    loss, taken = losses.clipped(tokens, clip_low=0.2, clip_high=0.2, delta=delta)
-    assert taken.tolist() == [bool(each) for each in at_bound]
-    assert torch.autograd.grad(loss.sum(), now)[0].tolist() == pytest.approx(gradient)
+    columns = torch.tensor(ratios).log(), torch.zeros(len(ratios)), torch.tensor(advantages)
+    tokens = losses.Tokens(*columns, offsets)
+    options = {"clip_low": 0.2, "clip_high": 0.2, "delta": delta}
+    _, found, taken = _found(losses.clipped, tokens, **options)
+    assert taken == at_bound
+    assert found == pytest.approx(gradient)
 
 
 # -- sequence_clipped, cispo, sapo, reinforce
@@ -87,13 +104,9 @@ def _sequence_ratios(now=NOW) -> list[float]:
 @pytest.mark.parametrize("low, high", [(0.02, 0.03), (3e-4, 4e-4), (9.0, 9.0)])
 @pytest.mark.parametrize("dual, delta", [(None, None), (1.1, None), (None, 0.9)])
 def test_sequence_clipped_golden(token_form, low, high, dual, delta):
-    loss, taken = losses.sequence_clipped(
-        _tokens(), clip_low=low, clip_high=high, dual_clip=dual, delta=delta, token_form=token_form
-    )
-    for t, ratio in enumerate(_sequence_ratios()):
-        expected, is_clipped = _clipped(ratio, ADVANTAGES[t], low, high, dual, delta)
-        assert loss[t].item() == pytest.approx(expected, rel=1e-12)
-        assert taken[t].item() == is_clipped
+    options = {"clip_low": low, "clip_high": high, "dual_clip": dual, "delta": delta}
+    found = _found(losses.sequence_clipped, _tokens(), **options, token_form=token_form)
+    _require_clipped(found, _sequence_ratios(), **options)
 
 
 def test_a_sequences_tokens_share_one_gradient():
@@ -122,74 +135,46 @@ def test_a_sequences_tokens_share_one_gradient():
         np.testing.assert_allclose(gradient.numpy(), expected, rtol=1e-6, atol=1e-9)
         assert (gradient[taken] == 0).all() and (gradient[~taken] != 0).all()
         for start, end in itertools.pairwise(OFFSETS):
-            assert gradient[start:end].tolist() == pytest.approx(
-                [gradient[start].item()] * (end - start), rel=1e-12
-            )
-    assert taken.any() and not taken.all()
-
-
-def test_with_completions_of_one_token_sequence_clipped_is_clipped():
-    alone = _tokens()._replace(offsets=torch.arange(N + 1))
-    for token_form in (False, True):
-        found = losses.sequence_clipped(alone, clip_low=0.2, clip_high=0.28, token_form=token_form)
-        for one, other in zip(
-            found, losses.clipped(alone, clip_low=0.2, clip_high=0.28), strict=True
-        ):
-            torch.testing.assert_close(one, other)
+            assert gradient[start:end].tolist() == exactly([gradient[start].item()] * (end - start))
+    assert 0 < taken.sum() < N
 
 
 def test_the_forms_part_where_tokens_have_advantages_of_their_own():
     """Token form: −A_t s. Sequence form: −s · mean of A over the sequence."""
     advantages = np.array([1.0, -2.0, 4.0, *[1.0] * (N - 3)])
     ratio = _sequence_ratios()[0]
+    options = {"clip_low": 9.0, "clip_high": 9.0}
     for token_form, expected in ((True, [-ratio, 2 * ratio, -4 * ratio]), (False, [-ratio] * 3)):
-        now = torch.tensor(NOW, requires_grad=True)
-        tokens = _tokens(advantages=advantages)._replace(logprobs=now)
-        loss, _ = losses.sequence_clipped(
-            tokens, clip_low=9.0, clip_high=9.0, token_form=token_form
-        )
-        (gradient,) = torch.autograd.grad(loss[:3].sum(), now)
-        np.testing.assert_allclose(gradient[:3].numpy(), expected, rtol=1e-12)
+        tokens = _tokens(advantages=advantages)
+        _, gradient, _ = _found(losses.sequence_clipped, tokens, **options, token_form=token_form)
+        assert gradient[:3] == exactly(expected)
 
 
 @pytest.mark.parametrize("clip_max", [0.8, 1.0, 1.3, 5.0])
 def test_cispo_golden(clip_max):
-    now = torch.tensor(NOW, requires_grad=True)
-    loss, bounded = losses.cispo(_tokens()._replace(logprobs=now), clip_max=clip_max)
-    (gradient,) = torch.autograd.grad(loss.sum(), now)
-    for t in range(N):
-        weight = min(math.exp(NOW[t]) / math.exp(OLD[t]), clip_max)
-        assert loss[t].item() == pytest.approx(-weight * ADVANTAGES[t] * NOW[t], rel=1e-12)
-        assert gradient[t].item() == pytest.approx(-weight * ADVANTAGES[t], rel=1e-12)
-        assert bounded[t].item() == (math.exp(NOW[t] - OLD[t]) > clip_max)
+    loss, gradient, bounded = _found(losses.cispo, _tokens(), clip_max=clip_max)
+    slopes = -np.minimum(RATIOS, clip_max) * ADVANTAGES
+    assert loss == exactly(slopes * NOW)
+    assert gradient == exactly(slopes)
+    assert bounded == (clip_max < RATIOS).tolist()
 
 
 @pytest.mark.parametrize("positive, negative", [(1.0, 1.05), (3.0, 0.5)])
 def test_sapo_golden(positive, negative):
-    now = torch.tensor(NOW, requires_grad=True)
     advantages = np.where(np.arange(N) == 4, 0.0, ADVANTAGES)
-    tokens = _tokens(advantages=advantages)._replace(logprobs=now)
-    loss, bounded = losses.sapo(tokens, tau_positive=positive, tau_negative=negative)
-    (gradient,) = torch.autograd.grad(loss.sum(), now)
-    for t in range(N):
-        ratio, tau = (
-            math.exp(NOW[t]) / math.exp(OLD[t]),
-            positive if advantages[t] > 0 else negative,
-        )
-        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
-        assert loss[t].item() == pytest.approx(-advantages[t] * gate * 4 / tau, rel=1e-12)
-        assert gradient[t].item() == pytest.approx(
-            -advantages[t] * 4 * gate * (1 - gate) * ratio, rel=1e-12
-        )
-    assert not bounded.any()
+    options = {"tau_positive": positive, "tau_negative": negative}
+    loss, gradient, bounded = _found(losses.sapo, _tokens(advantages=advantages), **options)
+    tau = np.where(advantages > 0, positive, negative)
+    gate = 1 / (1 + np.exp(-tau * (RATIOS - 1)))
+    assert loss == exactly(-advantages * gate * 4 / tau)
+    assert gradient == exactly(-advantages * 4 * gate * (1 - gate) * RATIOS)
+    assert not any(bounded)
 
 
 def test_reinforce_golden():
-    loss, bounded = losses.reinforce(_tokens())
-    assert loss.tolist() == pytest.approx(
-        [-a * p for a, p in zip(ADVANTAGES, NOW, strict=True)], rel=1e-12
-    )
-    assert not bounded.any()
+    loss, _, bounded = _found(losses.reinforce, _tokens())
+    assert loss == exactly(-ADVANTAGES * NOW)
+    assert not any(bounded)
 
 
 SURROGATES = {
@@ -203,16 +188,14 @@ SURROGATES = {
 }
 
 
-def _gradient(name: str, tokens: losses.Tokens) -> torch.Tensor:
-    now = tokens.logprobs.clone().requires_grad_()
-    loss, _ = find_function("losses", name)(tokens._replace(logprobs=now), **SURROGATES[name])
-    assert loss.isfinite().all()
-    return torch.autograd.grad(loss.sum(), now)[0]
+def _gradient(name: str, tokens: losses.Tokens) -> np.ndarray:
+    _, gradient, _ = _found(find_function("losses", name), tokens, **SURROGATES[name])
+    return np.array(gradient)
 
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_at_ratio_one_every_surrogate_has_the_gradient_of_reinforce(name):
-    np.testing.assert_allclose(_gradient(name, _tokens(now=OLD)).numpy(), -ADVANTAGES, rtol=1e-12)
+    np.testing.assert_allclose(_gradient(name, _tokens(now=OLD)), -ADVANTAGES, rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", SURROGATES)
@@ -227,10 +210,10 @@ def test_one_rollout_changes_nothing_in_another(name):
     """Rollouts in another order, or alone, have the gradients that they have together."""
     whole = _gradient(name, _tokens())
     alone = losses.Tokens(*[x[4:9] for x in _tokens()[:3]], torch.tensor([0, 5]))
-    np.testing.assert_allclose(_gradient(name, alone).numpy(), whole[4:9].numpy(), rtol=1e-12)
+    np.testing.assert_allclose(_gradient(name, alone), whole[4:9], rtol=1e-12)
     order = [*range(9, 11), *range(4, 9), *range(3), 3]
     turned = losses.Tokens(*[x[order] for x in _tokens()[:3]], torch.tensor([0, 2, 7, 10, 11]))
-    np.testing.assert_allclose(_gradient(name, turned).numpy(), whole[order].numpy(), rtol=1e-12)
+    np.testing.assert_allclose(_gradient(name, turned), whole[order], rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", SURROGATES)
@@ -239,7 +222,7 @@ def test_extreme_ratios_stay_finite_in_every_surrogate(name, old):
     tokens = losses.Tokens(
         *[x.float() for x in _tokens(np.full(N, -1.0), np.full(N, old))[:3]], torch.tensor(OFFSETS)
     )
-    assert _gradient(name, tokens).isfinite().all()
+    assert np.isfinite(_gradient(name, tokens)).all()
     if name == "clipped":
         loss, _ = losses.clipped(tokens, **SURROGATES[name])
         assert old > 0 or loss.max().item() == pytest.approx(2.0 * math.exp(20.0))
@@ -274,23 +257,20 @@ def test_every_prompt_counts_alike():
 
 def test_kl_golden_and_gradients():
     ref = NOW + RNG.normal(0, 0.3, N)
-    for name, formula in {
-        "k1": lambda d: -d,
-        "k2": lambda d: d * d / 2,
-        "k3": lambda d: math.exp(d) - d - 1,
-    }.items():
+    d = ref - NOW
+    formulas = {
+        "k1": (-d, np.ones(N)),
+        "k2": (d * d / 2, -d),
+        "k3": (np.exp(d) - d - 1, 1 - np.exp(d)),
+    }
+    near = partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12)
+    for name, (value, slope) in formulas.items():
         for unbiased in (False, True):
             now = torch.tensor(NOW, requires_grad=True)
             found = losses.kl(now, torch.tensor(ref), name, unbiased)
-            assert found.tolist() == pytest.approx(
-                [formula(ref[t] - NOW[t]) for t in range(N)], rel=1e-9, abs=1e-12
-            )
+            near(found.detach(), value)
             (gradient,) = torch.autograd.grad(found.sum(), now)
-            d = ref - NOW
-            own = {"k1": np.ones(N), "k2": -d, "k3": 1 - np.exp(d)}[name]
-            np.testing.assert_allclose(
-                gradient.numpy(), -d if unbiased else own, rtol=1e-9, atol=1e-12
-            )
+            near(gradient, -d if unbiased else slope)
 
 
 def test_the_unbiased_gradient_is_that_of_the_true_kl():
@@ -322,20 +302,15 @@ def test_correction_golden(mode, level):
         torch.tensor(prox), torch.tensor(OLD), torch.tensor(OFFSETS), correction
     )
     for start, end in itertools.pairwise(OFFSETS):
-        gaps = [prox[t] - OLD[t] for t in range(start, end)]
-        for t in range(start, end):
-            power = {
-                "token": prox[t] - OLD[t],
-                "sequence": sum(gaps),
-                "geometric": sum(gaps) / len(gaps),
-            }[level]
-            weight = math.exp(power)
-            expected = {
-                "truncate": min(weight, high),
-                "clamp": max(min(weight, high), low),
-                "mask": weight if low <= weight <= high else 0.0,
-            }[mode]
-            assert found[t].item() == pytest.approx(expected, rel=1e-12)
+        gaps = (prox - OLD)[start:end]
+        power = {"token": gaps, "sequence": gaps.sum(), "geometric": gaps.mean()}[level]
+        weights = np.exp(power) * np.ones(len(gaps))
+        expected = {
+            "truncate": np.minimum(weights, high),
+            "clamp": np.clip(weights, low, high),
+            "mask": np.where((low <= weights) & (weights <= high), weights, 0.0),
+        }[mode]
+        assert found[start:end].tolist() == exactly(expected)
 
 
 @pytest.mark.parametrize(("low", "high"), [(1.0, 2.0), (0.5, 1.0)])
@@ -365,22 +340,14 @@ def test_rejection_golden(measure, level, mode):
     )
     expected = []
     for start, end in itertools.pairwise(OFFSETS):
-        gaps = [prox[t] - OLD[t] for t in range(start, end)]
-        distances = [
-            {"ratio": gap, "k2": gap**2 / 2, "k3": math.exp(gap) - gap - 1}[measure] for gap in gaps
-        ]
-        of_rollout = {
-            "token": None,
-            "sum": sum(distances),
-            "mean": sum(distances) / len(distances),
-            "max": max(distances),
-        }[level]
-        for gap, distance in zip(gaps, distances, strict=True):
-            measured = distance if of_rollout is None else of_rollout
-            measured = math.exp(measured) if measure == "ratio" else measured
-            weight = min(math.exp(gap), 2.0) if mode == "truncate" else 1.0
-            expected.append(weight if low <= measured <= high else 0.0)
-    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+        gaps = (prox - OLD)[start:end]
+        distances = {"ratio": gaps, "k2": gaps**2 / 2, "k3": np.exp(gaps) - gaps - 1}[measure]
+        if level != "token":
+            distances = np.full(len(gaps), getattr(distances, level)())
+        measured = np.exp(distances) if measure == "ratio" else distances
+        weights = np.minimum(np.exp(gaps), 2.0) if mode == "truncate" else np.ones(len(gaps))
+        expected += np.where((low <= measured) & (measured <= high), weights, 0.0).tolist()
+    assert found.tolist() == exactly(expected)
     assert 0 < expected.count(0.0) < N
 
 

@@ -15,7 +15,6 @@ from quiver.stages.model.forward.transfer import to_device
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.batch import StepColumns
 from tests.stages.optimize import test_trainer, world
-from tests.tiny import make_policy
 
 META = torch.device("meta")
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique"}
@@ -41,11 +40,6 @@ class Waits(TorchDispatchMode):
         if "meta" in devices and (name in WAITING or is_copy):
             self.names.append(name)
         return result
-
-
-@pytest.fixture
-def policy(store):
-    return make_policy(store, "tiny", "llama")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

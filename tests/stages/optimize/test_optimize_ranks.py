@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from quiver.stages.core.store import Store
 from quiver.stages.model.loading import load_model
-from quiver.stages.optimize.trainer import Trainer
 from tests import episodes
 from tests.stages.optimize import world
 from tests.stages.optimize.test_images_trained import make_store
@@ -24,8 +23,9 @@ COMMON = {"device": "cpu", "learning_rate": 1e-3, "minibatches": 2, "token_budge
 LINEAR = {**COMMON, "grad_clip": 1e9, "eps": 1.0}
 """AdamW's eps is 1, so that the step follows the gradient and not only its sign."""
 PPO = {**LINEAR, "algorithm": "ppo", "critic_warmup_steps": 1}
+SHARDED = {**LINEAR, "shard": True}
 LORA = {**LINEAR, "learning_rate": 1e-2, "lora": {"rank": 4, "alpha": 12}}
-FOUR_STEPS = {**LINEAR, "epochs": 2, "resume_steps": 2, "shard": True}
+FOUR_STEPS = {**SHARDED, "epochs": 2, "resume_steps": 2}
 CASES = {
     # of this seed the second step has its largest ratio on the second rank
     "plain": {**LINEAR, "seed": 1},
@@ -33,10 +33,9 @@ CASES = {
     "ppo": {**PPO, "bootstrap_length": True},
     "lora": LORA,
     # a rank may have no micro-batch: of its steps one has three, the other two
-    "sharded": {**LINEAR, "shard": True},
+    "sharded": SHARDED,
     "sharded single": {
-        **LINEAR,
-        "shard": True,
+        **SHARDED,
         "packing": "single",
         "epochs": 2,
         "score_after": True,
@@ -44,29 +43,26 @@ CASES = {
     },
     "sharded critic": {**PPO, "shard": True, "critic": "model"},
     # head and input embedding are apart, so that each is a unit of its own
-    "sharded apart": {**LINEAR, "shard": True},
+    "sharded apart": SHARDED,
     "sharded apart 8bit": {
-        **LINEAR,
-        "shard": True,
+        **SHARDED,
         "precision": "bf16",
         "optimizer": "adamw_8bit",
     },
 }
 SLOW_CASES = {
     "sharded packed": {
-        **LINEAR,
-        "shard": True,
+        **SHARDED,
         "packing": "packed",
         "grad_clip": 0.1,
         "activation_checkpointing": True,
     },
     "sharded lora": {**LORA, "shard": True},
     "sharded ppo": {**PPO, "shard": True, "bootstrap_length": True},
-    "sharded bfloat16 base": {**LINEAR, "shard": True},
-    "sharded turns": {**LINEAR, "shard": True},
+    "sharded bfloat16 base": SHARDED,
+    "sharded turns": SHARDED,
     "sharded pictures": {
-        **LINEAR,
-        "shard": True,
+        **SHARDED,
         "precision": "fp32",
         "drop_zero_variance": False,
         "train_vision": True,
@@ -80,21 +76,20 @@ GOES_ON = {"from one to two": 2, "from two to three": 3, "from three to one": 1}
 def _made(store: Store, case: str) -> dict[str, str]:
     """The policy, rollouts and rewards that a case trains on."""
     if case == "sharded pictures":
-        return {
-            "policy": "sees/policy@0",
-            "rollouts": "sees/rollouts@1",
-            "rewards": "sees/rewards@1",
-        }
+        names = {"policy": "policy@0", "rollouts": "rollouts@1", "rewards": "rewards@1"}
+        return {role: f"sees/{name}" for role, name in names.items()}
     if case == "sharded bfloat16 base":
         folder = make_folder(Path(store.url).parent / "bfloat16")
-        weights = load_file(folder / "model.safetensors")
-        narrow = {name: weight.bfloat16() for name, weight in weights.items()}
-        save_file(narrow, folder / "model.safetensors", {"format": "pt"})
-        about = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**about, "dtype": "bfloat16"}))
-        policy = store.open(run_here("policy", {"model": str(folder)}, store, into="base"))
-    elif "apart" in case:
-        policy = store.open(run_here("policy", {"model": str(_apart(store))}, store, into="base"))
+        world.make_bfloat16(folder)
+        world.edit_config(folder, dtype="bfloat16")
+        policy = world.imported(store, folder, "base")
+    elif "apart" in case:  # the output embedding is not the input embedding
+        folder = make_folder(Path(store.url).parent / "apart")
+        with world.edited_weights(folder) as weights:
+            embedding = weights["model.embed_tokens.weight"]
+            weights["lm_head.weight"] = embedding.flip(0).contiguous()
+        world.edit_config(folder, tie_word_embeddings=False)
+        policy = world.imported(store, folder, "base")
     else:
         kind = "t5" if case == "sharded critic" else "llama"
         policy = make_policy(store, kind, kind)
@@ -107,18 +102,8 @@ def _made(store: Store, case: str) -> dict[str, str]:
         rollouts, rewards = world.by_engine(store, policy, groups=groups, each=1)
     else:
         rollouts, rewards = world.make(store, policy, world.even_share, groups=5)
-    return {"policy": str(policy.ref), "rollouts": str(rollouts.ref), "rewards": str(rewards.ref)}
-
-
-def _apart(store: Store) -> Path:
-    """A model whose output embedding is not its input embedding."""
-    folder = make_folder(Path(store.url).parent / "apart")
-    weights = load_file(folder / "model.safetensors")
-    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0).contiguous()
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    about = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**about, "tie_word_embeddings": False}))
-    return folder
+    inputs = world.inputs_of(policy, (rollouts, rewards))
+    return {role: str(version.ref) for role, version in inputs.items()}
 
 
 class Scene:
@@ -151,11 +136,10 @@ class Scene:
 
     def launch(self, size: int, jobs: list[dict]) -> None:
         """Run the jobs on `size` ranks, and wait until all have ended well."""
-        module, arguments = (
-            "tests.stages.optimize.rank_checks",
-            [str(self.folder), json.dumps(jobs)],
+        module, arguments = "tests.stages.optimize.rank_checks", json.dumps(jobs)
+        ranks, logs = world.start_ranks(
+            sys.executable, module, self.folder, size, str(self.folder), arguments
         )
-        ranks, logs = world.start_ranks(sys.executable, module, self.folder, size, *arguments)
         try:
             for rank, log in zip(ranks, logs, strict=True):
                 assert rank.wait(480) == 0, log.read_text()[-3000:]
@@ -173,17 +157,8 @@ def ranks(tmp_path_factory):
     of ranks began and another one goes on with."""
     scene = Scene(tmp_path_factory.mktemp("ranks"), CASES)
     scene.run_alone("sharded", "four", FOUR_STEPS)
-    step = Trainer._train_minibatch
-
-    def dies(self, *arguments):
-        if len(self.updates) == 3:
-            raise KeyboardInterrupt
-        return step(self, *arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_train_minibatch", dies)
-        with pytest.raises(KeyboardInterrupt):
-            scene.run_alone("sharded", "from-one-to-two", FOUR_STEPS)
+    with world.dies_after(3):
+        scene.run_alone("sharded", "from-one-to-two", FOUR_STEPS)
     sharded = CASES["sharded"]
     scene.launch(
         2,

@@ -11,7 +11,6 @@ from quiver.schemas.errors import (
     SchemaError,
 )
 from quiver.stages.model import checkpoints
-from quiver.stages.model.checkpoints import PolicyConfig
 from quiver.stages.optimize.checks import biases
 from tests.stages.optimize import world
 from tests.stages.optimize.world import config as _config
@@ -28,9 +27,9 @@ def test_the_same_weights_with_another_tokenizer_or_template_are_refused(
 ):
     folder = make_folder(tmp_path / "model")
     (folder / file).write_text((folder / file).read_text() + "\n")
-    other = run_here("policy", PolicyConfig(model=str(folder)), store, into="other")
+    other = world.imported(store, folder, "other")
     with pytest.raises(LineageError, match=f"whose {part} differs from other/policy@0's"):
-        _run(store, store.open(other), made)
+        _run(store, other, made)
 
 
 def test_a_part_that_names_no_policy_is_not_trained_on(store, policy):
@@ -43,44 +42,44 @@ def test_a_part_that_names_no_policy_is_not_trained_on(store, policy):
         _run(store, policy, made)
 
 
-def test_lack_of_memory_on_a_cpu_says_what_helps(store, policy, made, monkeypatch):
+def test_lack_of_memory_on_a_cpu_says_what_helps(store, policy, train, monkeypatch):
     monkeypatch.setattr(
         "quiver.stages.optimize.trainer.Trainer.train", lambda *_: torch.empty(1 << 60)
     )
     with pytest.raises(ResourceError, match="memory is short") as caught:
-        _run(store, policy, made)
+        train()
     assert "token_budget" in caught.value.next
     assert store.numbers("tiny", "policy") == [0]
 
 
-def test_rollouts_of_other_weights_are_refused_unless_staleness_allows(store, policy, made):
-    newer = _run(store, policy, made)
+def test_rollouts_of_other_weights_are_refused_unless_staleness_allows(policy, train):
+    newer = train()
     with pytest.raises(LineageError) as caught:
-        _run(store, newer, made)
+        train(start=newer)
     old, new = (
         checkpoints.model_entry("policy", version).weights[:12] for version in (policy, newer)
     )
     assert old in caught.value.message and new in caught.value.message
-    stale = _run(store, newer, made, _config(max_staleness=1))
+    stale = train(start=newer, max_staleness=1)
     assert str(stale.ref) == "tiny/policy@2"
     assert stale.manifest.metrics["audit"]["mean_gap"] > 0.01  # said, and not held against them
-    tight = _run(store, newer, made, _config(max_staleness=1, clip_high=0.01))
+    tight = train(start=newer, max_staleness=1, clip_high=0.01)
     assert tight.manifest.metrics["audit"]["judged"] is None
 
 
-def test_an_ancestor_that_is_gone_matters_to_fresh_rollouts_no_more(store, policy, made):
-    newer = _run(store, policy, made)
+def test_an_ancestor_that_is_gone_matters_to_fresh_rollouts_no_more(store, policy, train):
+    newer = train()
     fresh = world.make(store, newer, world.even_share)
     policy.files.folder.rename(policy.files.folder.with_name("gone"))
     assert str(_run(store, newer, fresh, _config(max_staleness=3)).ref) == "tiny/policy@2"
     with pytest.raises(LineageError, match="tiny/policy@0: there is no such version"):
-        _run(store, newer, made, _config(max_staleness=3))
+        train(start=newer, max_staleness=3)
 
 
-def test_a_weight_that_is_not_finite_after_the_last_step_stops_the_stage(store, policy, made):
+def test_a_weight_that_is_not_finite_after_the_last_step_stops_the_stage(store, policy, train):
     """Loss and gradient are; the step itself is too long for float32."""
     with pytest.raises(NumericError, match="a weight is not finite after the last step"):
-        _run(store, policy, made, _config(learning_rate=1e39))
+        train(learning_rate=1e39)
     assert store.numbers("tiny", "policy") == [0] and not store.numbers("tiny", "updates")
 
 
@@ -93,7 +92,7 @@ def test_biased_sampling_is_refused_without_leave_and_proximal_logprobs(
     rows = world.rows_of(policy, 2, 3)
     neutral = {"top_p": 1.0, "top_k": 0}
     made = world.scored(store, policy, rows, sampling={**neutral, **sampling})
-    old = [row["old_logprobs"] for row in rows]
+    old = world.sampled_logprobs(made[0])
     prox = world.write_logprobs(store, made[0], old, "prox", policy)
     with pytest.raises(ConfigError, match=next(iter(sampling))):
         _run(store, policy, made, prox_logprobs=prox.ref)
@@ -146,12 +145,11 @@ def test_rows_that_the_model_cannot_read(store, policy, change, word):
         _run(store, policy, made)
 
 
-def test_the_kl_is_of_the_references_logprobs(store, policy, made):
+def test_the_kl_is_of_the_references_logprobs(store, made, train):
     """Half a nat lower on every token: e^−0.5 − 0.5."""
-    rows = made[0].table()["old_logprobs"].to_pylist()
-    lower = [[old - 0.5 for old in row] for row in rows]
+    lower = world.sampled_logprobs(made[0], less=0.5)
     reference = world.write_logprobs(store, made[0], lower)
-    done = _run(store, policy, made, _config(kl_coef=0.1), ref_logprobs=reference.ref)
+    done = train(kl_coef=0.1, ref_logprobs=reference.ref)
     (row,) = world.updates(store, done)
     assert row["kl_loss"] == pytest.approx(2.718281828**-0.5 - 0.5, abs=1e-3)
     assert row["loss"] == pytest.approx(row["policy_loss"] + 0.1 * row["kl_loss"])
@@ -195,11 +193,11 @@ MINE = Algorithm("mine", "group_normalized", surrogate, "token_mean", {"clip_low
 """
 
 
-def test_a_step_that_is_not_finite_is_left_out(store, policy, made, tmp_path):
+def test_a_step_that_is_not_finite_is_left_out(store, train, tmp_path):
     """Steps 1 and 2 are; in a training of one step that step would stop the stage."""
     (tmp_path / "nan_algo.py").write_text(ALGORITHM)
     mine = {"algorithm": f"{tmp_path}/nan_algo.py:MINE"}
-    done = _run(store, policy, made, _config(**mine, epochs=4, options={"bad": [1, 2]}))
+    done = train(**mine, epochs=4, options={"bad": [1, 2]})
     rows = world.updates(store, done)
     assert [row["applied"] for row in rows] == [True, False, False, True]
     assert rows[1]["loss"] is None and rows[1]["grad_norm"] is None
@@ -207,7 +205,7 @@ def test_a_step_that_is_not_finite_is_left_out(store, policy, made, tmp_path):
     assert (done.manifest.metrics["skipped_steps"], done.manifest.metrics["step"]) == (2, 2)
     assert all(weight.isfinite().all() for weight in world.weights(done).values())
     with pytest.raises(NumericError, match="none of 1 optimizer steps"):
-        _run(store, policy, made, _config(**mine, options={"bad": [*range(9)]}))
+        train(**mine, options={"bad": [*range(9)]})
 
 
 FEW = """
@@ -230,7 +228,7 @@ TOKENS = Algorithm("tokens", of_tokens, "reinforce", "token_mean", advantage_of=
             "pass_at_k",
             4,
             "pass_at_k with k = 4 needs 5 scored rollouts a prompt, found 4",
-            "set generate.samples_per_prompt >= 5, or lower optimize.pass_k",
+            "_prompt >= 5, or lower optimize.pass_k",
         ),
         (
             "grpo",

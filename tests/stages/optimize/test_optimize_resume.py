@@ -78,7 +78,7 @@ def test_six_steps_are_some_a_kill_and_the_rest_bit_for_bit(store, policy, made,
     chosen = config(**{**SIX_STEPS, **CASES[case]})
     refs = {}
     if chosen.kl_coef:
-        off = [[old - 0.3 for old in row] for row in made[0].table()["old_logprobs"].to_pylist()]
+        off = world.sampled_logprobs(made[0], less=0.3)
         refs["ref_logprobs"] = world.write_logprobs(store, made[0], off, "ref", policy).ref
     train = partial(trained, store, policy, made, chosen, **refs)
     whole = train(into="whole")
@@ -146,7 +146,8 @@ def died(tmp_path_factory):
     policy = make_policy(store)
     made = world.make(store, policy, world.even_share)
     trained(store, policy, made, config(**SIX_STEPS), into="whole")
-    refs = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref}
+    inputs = world.inputs_of(policy, made)
+    refs = {role: version.ref for role, version in inputs.items()}
     process = multiprocessing.get_context("fork").Process(
         target=_die_after_four, args=(store.url, refs)
     )
@@ -154,6 +155,15 @@ def died(tmp_path_factory):
     process.join()
     assert process.exitcode == 9
     return store.url, policy.ref, made
+
+
+@pytest.fixture
+def continued(died, tmp_path):
+    """A copy of that store, and what makes the training that died there."""
+    path, policy, made = died
+    store = Store(shutil.copytree(path, tmp_path / "store"))
+    again = partial(trained, store, store.open(policy), made, config(**SIX_STEPS), into="killed")
+    return store, again
 
 
 def _flip(path) -> None:
@@ -180,10 +190,7 @@ DAMAGE = {
     ),
     "gone": lambda state, note: state.unlink(),
     "the note is a folder": lambda state, note: (note.unlink(), note.mkdir()),
-    "a file in place of all": lambda state, note: (
-        shutil.rmtree(note.parent),
-        note.parent.touch(),
-    ),
+    "a file in place of all": lambda state, note: (shutil.rmtree(note.parent), note.parent.touch()),
     "a pipe for a state": lambda state, note: (state.unlink(), os.mkfifo(state)),
     "no list": lambda state, note: note.write_text("[1]"),
     "a weight is missing": lambda state, note: _sealed(
@@ -196,20 +203,18 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_after_kill_9_a_state_that_is_not_whole_is_made_again(died, tmp_path, steps, damage):
-    path, policy, made = died
-    store = Store(shutil.copytree(path, tmp_path / "store"))
+def test_after_kill_9_a_state_that_is_not_whole_is_made_again(continued, steps, damage):
+    store, again = continued
     folder = next(Path(store.url).glob("killed/policy/.work/*.resume"))
     DAMAGE[damage](next(folder.glob("*.safetensors")), folder / "progress")
-    resumed = trained(store, store.open(policy), made, config(**SIX_STEPS), into="killed")
+    resumed = again()
     assert steps.count == (3 if damage == "none" else 6)
     assert_equal(store, store.open("whole/policy@1"), resumed)
     assert not list(Path(store.url).glob("killed/policy/.work/*.resume"))
 
 
-def test_a_state_on_a_disk_that_fails_for_a_moment_is_kept(died, tmp_path, steps, monkeypatch):
-    path, policy, made = died
-    store = Store(shutil.copytree(path, tmp_path / "store"))
+def test_a_state_on_a_disk_that_fails_for_a_moment_is_kept(continued, steps, monkeypatch):
+    store, again = continued
     (state,) = Path(store.url).glob("killed/policy/.work/*.resume/*.safetensors")
     real = resume.size_and_sha256
 
@@ -218,7 +223,6 @@ def test_a_state_on_a_disk_that_fails_for_a_moment_is_kept(died, tmp_path, steps
             raise OSError(errno.EIO, "Input/output error")
         return real(storage, key)
 
-    again = partial(trained, store, store.open(policy), made, config(**SIX_STEPS), into="killed")
     with monkeypatch.context() as failing, pytest.raises(ResourceError, match="input/output error"):
         failing.setattr(resume, "size_and_sha256", fail)
         again()
@@ -227,23 +231,21 @@ def test_a_state_on_a_disk_that_fails_for_a_moment_is_kept(died, tmp_path, steps
     assert steps.count == 3
 
 
-def test_ranks_that_would_go_on_after_different_steps_refuse(died, tmp_path, monkeypatch):
-    path, policy, made = died
-    store = Store(shutil.copytree(path, tmp_path / "store"))
+def test_ranks_that_would_go_on_after_different_steps_refuse(continued, monkeypatch):
+    store, again = continued
     monkeypatch.setattr(resume, "of_all_ranks", lambda mine: [mine, "none"])
     with pytest.raises(ConfigError, match="would continue after different steps: state-000003-"):
-        trained(store, store.open(policy), made, config(**SIX_STEPS), into="killed")
+        again()
     assert store.numbers("killed", "policy") == []
 
 
-def test_what_is_forced_starts_over(died, tmp_path, steps):
-    path, policy, made = died
-    store = Store(shutil.copytree(path, tmp_path / "store"))
-    trained(store, store.open(policy), made, config(**SIX_STEPS), into="killed", force=True)
+def test_what_is_forced_starts_over(continued, steps):
+    _, again = continued
+    again(force=True)
     assert steps.count == 6
 
 
-def test_a_step_that_was_left_out_is_saved_too(store, policy, made, steps, monkeypatch):
+def test_a_step_that_was_left_out_is_saved_too(store, train, steps, monkeypatch):
     real = trainer.Trainer.accumulate
 
     def accumulate(self, *arguments):
@@ -252,22 +254,24 @@ def test_a_step_that_was_left_out_is_saved_too(store, policy, made, steps, monke
 
     monkeypatch.setattr(trainer.Trainer, "accumulate", accumulate)
     chosen = config(**SIX_STEPS)
-    whole = trained(store, policy, made, chosen, into="whole")
+    whole = train(chosen, into="whole")
     steps.count, steps.dies_after = 0, 4
     with pytest.raises(KeyboardInterrupt):
-        trained(store, policy, made, chosen, into="killed")
+        train(chosen, into="killed")
     steps.count, steps.dies_after = 0, None
-    assert_equal(store, whole, trained(store, policy, made, chosen, into="killed"))
+    assert_equal(store, whole, train(chosen, into="killed"))
     assert steps.count == 3 and whole.manifest.metrics["skipped_steps"] == 1
 
 
-def test_the_rollouts_of_a_step_that_is_not_finite_are_kept(store, policy, made, monkeypatch):
+def test_the_rollouts_of_a_step_that_is_not_finite_are_kept(
+    store, policy, made, train, monkeypatch
+):
     real = trainer.Trainer.accumulate
     monkeypatch.setattr(
         trainer.Trainer, "accumulate", lambda *args: {**real(*args), "loss": float("nan")}
     )
     with pytest.raises(NumericError):
-        trained(store, policy, made, config(minibatches=4))
+        train(minibatches=4)
     paths = sorted(Path(store.url).glob("tiny/policy/.not_finite/*.arrow"))
     table = pa.ipc.open_file(paths[0]).read_all()
     assert 0 < table.num_rows <= 4

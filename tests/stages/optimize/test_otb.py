@@ -31,12 +31,11 @@ def test_the_stage_takes_the_baseline_from_the_policy_that_it_starts_from(store,
     weights = {}
     entropies = []
     for row in members:
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(row["prompt_ids"]) - 1 : -1]
-        table = (logits / 0.8).softmax(-1)
-        entropies += (-table * table.log()).sum(-1).tolist()
-        sampled = table.gather(1, torch.tensor(row["completion_ids"])[:, None])[:, 0]
-        weights[row["rollout_id"]] = (1 - 2 * sampled + table.square().sum(-1)).cumsum(0).tolist()
+        table, _ = world.own_pass(model, row)
+        chances = table.exp()
+        entropies += (-chances * table).sum(-1).tolist()
+        energies = 1 - 2 * world.of_ids(chances, row) + chances.square().sum(-1)
+        weights[row["rollout_id"]] = energies.cumsum(0).tolist()
     found = {
         row["rollout_id"]: row["advantage"] for row in world.advantages(store, done) if row["kept"]
     }

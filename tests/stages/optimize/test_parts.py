@@ -106,8 +106,9 @@ def test_a_group_of_equal_sums_is_learned_from_where_its_parts_differ(store, pol
     share = 0.5 / 0.5001 * 2 - 0.5 / (math.sqrt(1 / 3) + 1e-4)  # of the first two
     share -= 0.5 / 0.5001
     sums = [share, share, -share, -share, 0, 0, 0, 0]
-    saved = [row["advantage"] for row in world.advantages(store, done)][:4]
-    assert saved == pytest.approx([gain / (stdev(sums) + 1e-4) for gain in sums[:4]], rel=1e-5)
+    assert world.gains(store, done)[:4] == pytest.approx(
+        [gain / (stdev(sums) + 1e-4) for gain in sums[:4]], rel=1e-5
+    )
 
 
 def test_sums_that_a_person_corrected_are_refused(store, policy, rewarded):
@@ -118,6 +119,5 @@ def test_sums_that_a_person_corrected_are_refused(store, policy, rewarded):
     with pytest.raises(ConfigError, match="corrects only their sums") as caught:
         world.trained(store, policy, (rollouts, corrected), world.config(algorithm="gdpo"))
     assert str(rewards.ref) in caught.value.next
-    assert math.isfinite(
-        world.trained(store, policy, (rollouts, corrected)).manifest.metrics["loss"]
-    )
+    done = world.trained(store, policy, (rollouts, corrected))
+    assert math.isfinite(done.manifest.metrics["loss"])

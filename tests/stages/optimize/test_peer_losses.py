@@ -159,13 +159,6 @@ def test_gmpo_is_the_geometric_mean_of_clipped_ratios(low, high):
     assert ((found[1] == 0) == found[2]).all()
 
 
-def test_gmpo_without_bounds_is_gspo_without_bounds():
-    geometric = ours("geometric_clipped", "sequence_mean", clip_low=9.0, clip_high=9.0)
-    sequence = ours("sequence_clipped", "sequence_mean", clip_low=1e9, clip_high=1e9)
-    assert geometric[0] == pytest.approx(sequence[0], rel=1e-12)
-    np.testing.assert_allclose(geometric[1], sequence[1], rtol=1e-12)
-
-
 def test_luspo_weighs_the_loss_of_gspo_by_length():
     row = ALGORITHMS["luspo"]
     options = {"clip_low": 0.05, "clip_high": 0.1}

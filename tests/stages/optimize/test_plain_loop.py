@@ -10,8 +10,6 @@ import torch
 
 from quiver.stages.model.loading import load_model
 from tests.stages.optimize import world
-from tests.stages.optimize.world import config as _config
-from tests.stages.optimize.world import trained as _run
 
 BETAS, RATE, EPS, KL = (0.8, 0.9), 1e-3, 1e-3, 0.2
 EPOCHS = 3
@@ -71,10 +69,10 @@ def test_three_epochs_are_those_of_a_plain_loop(store, policy):
     refs = [row.pop("ref") for row in rows]
     made = world.scored(store, policy, rows, _rewards)
     reference = world.write_logprobs(store, made[0], refs)
-    chosen = _config(
+    chosen = world.config(
         learning_rate=RATE, betas=BETAS, eps=EPS, epochs=EPOCHS, kl_coef=KL, grad_clip=1e9
     )
-    done = _run(store, policy, made, chosen, ref_logprobs=reference.ref)
+    done = world.trained(store, policy, made, chosen, ref_logprobs=reference.ref)
 
     expected = dict(model.named_parameters())
     moved = 0.0

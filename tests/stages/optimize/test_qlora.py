@@ -1,13 +1,11 @@
 """Adapters on a base of 4 bits: NF4 by the paper's values, training as on the rounded weights, the
 policy that is saved, bytes, and what is refused."""
 
-import json
 import sys
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quiver.schemas.errors import ConfigError, NumericError
@@ -54,20 +52,14 @@ def _is_rounded(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def _import(store, folder, run):
-    return store.open(run_here("policy", {"model": str(folder)}, store, into=run))
-
-
 @pytest.fixture
 def pair(request, store, tmp_path):
     """A policy, and another with its linear layers rounded."""
     folders = [make_folder(tmp_path / name, request.param) for name in ("exact", "rounded")]
-    weights = load_file(folders[1] / "model.safetensors")
-    weights = {
-        name: rounded(weight) if _is_rounded(name) else weight for name, weight in weights.items()
-    }
-    save_file(weights, folders[1] / "model.safetensors", {"format": "pt"})
-    return [_import(store, folder, folder.name) for folder in folders]
+    with world.edited_weights(folders[1]) as weights:
+        for name in filter(_is_rounded, weights):
+            weights[name] = rounded(weights[name])
+    return [world.imported(store, folder, folder.name) for folder in folders]
 
 
 # -- NF4
@@ -131,15 +123,11 @@ def test_training_is_that_on_the_rounded_weights_bit_for_bit(store, pair, precis
     )
 
 
-def test_layers_without_an_adapter_are_rounded_too(store, policy, made):
+def test_layers_without_an_adapter_are_rounded_too(policy, train):
     lora = {**NF4, "target_modules": ["q_proj", "down_proj"]}
-    done = world.trained(store, policy, made, _config(lora=lora, audit={"max_mean_gap": 1.0}))
-    before, after, adapter = (
-        world.weights(policy),
-        world.weights(done),
-        world.weights(done, ADAPTER),
-    )
-    for name, weight in before.items():
+    done = train(_config(lora=lora, audit={"max_mean_gap": 1.0}))
+    after, adapter = world.weights(done), world.weights(done, ADAPTER)
+    for name, weight in world.weights(policy).items():
         expected = rounded(weight) if _is_rounded(name) else weight
         key = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{key}.lora_A.weight" in adapter:
@@ -149,11 +137,11 @@ def test_layers_without_an_adapter_are_rounded_too(store, policy, made):
         torch.testing.assert_close(after[name], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_first_rollouts_are_of_other_weights_and_all_later_ones_of_these(store, policy, made):
+def test_the_first_rollouts_are_of_other_weights_and_all_later_ones_of_these(store, policy, train):
     with pytest.raises(NumericError, match="while the trainer has them in 4 bits") as caught:
-        world.trained(store, policy, made, _config())
+        train(_config())
     assert "quiver.stages.optimize.nf4:rounded" in caught.value.next
-    first = world.trained(store, policy, made, _config(epochs=3, audit={"max_mean_gap": 1.0}))
+    first = train(_config(epochs=3, audit={"max_mean_gap": 1.0}))
     assert first.manifest.metrics["audit"]["mean_gap"] > 0.1
     later = world.scored(store, first, world.rows_of(first, 4, 4))
     second = world.trained(store, first, later, _config())
@@ -165,11 +153,9 @@ def test_the_first_rollouts_are_of_other_weights_and_all_later_ones_of_these(sto
 def test_a_run_may_start_from_the_rounded_base(store, tmp_path, dtype):
     """By the recipe's own way to name a function that makes the base."""
     folder = make_folder(tmp_path / "exact")
-    exact = load_file(folder / "model.safetensors")
-    exact = {name: weight.to(dtype) for name, weight in exact.items()}
-    save_file(exact, folder / "model.safetensors", {"format": "pt"})
-    about = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**about, "dtype": str(dtype)[6:]}))
+    with world.edited_weights(folder) as exact:
+        exact |= {name: weight.to(dtype) for name, weight in exact.items()}
+    world.edit_config(folder, dtype=str(dtype)[6:])
     config = {"model": "quiver.stages.optimize.nf4:rounded", "arguments": {"model": str(folder)}}
     policy = store.open(run_here("policy", config, store, into="rounded"))
     for name, weight in world.weights(policy).items():
@@ -204,7 +190,7 @@ def test_it_trains_other_architectures(store, architecture):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_trainer_holds_the_bytes_that_are_counted(store, policy, made, precision):
-    inputs = dict(zip(("policy", "rollouts", "rewards"), (policy, *made), strict=True))
+    inputs = world.inputs_of(policy, made)
     held = {}
     for lora in (LORA, NF4):
         config = _config(lora=lora, precision=precision, audit={"enabled": False})
@@ -241,10 +227,10 @@ def test_settings_that_contradict_it_are_refused(fields, message):
         _config(**fields)
 
 
-def test_a_base_is_for_life(store, policy, made):
-    first = world.trained(store, policy, made, _config(lora=LORA))
+def test_a_base_is_for_life(train):
+    first = train(_config(lora=LORA))
     with pytest.raises(ConfigError, match="has base = exact, the recipe asks for base = nf4"):
-        world.trained(store, first, made, _config(max_staleness=1))
+        train(_config(max_staleness=1), start=first)
 
 
 def test_without_bitsandbytes_it_says_what_to_install(policy, monkeypatch):

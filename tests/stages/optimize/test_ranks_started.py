@@ -17,7 +17,6 @@ from quiver.stages.core.run.call import Call, Where
 from quiver.stages.core.run.stage_process import run_call
 from tests.faults.failing import environment
 from tests.stages.optimize import world
-from tests.tiny import make_policy
 
 pytestmark = pytest.mark.dist
 ALGORITHM = """
@@ -51,10 +50,9 @@ run_stage("optimize", config, store, **refs)
 
 
 @pytest.fixture
-def refs(store) -> dict[str, str]:
-    policy = make_policy(store)
-    rollouts, rewards = world.make(store, policy, world.even_share)
-    return {"policy": str(policy.ref), "rollouts": str(rollouts.ref), "rewards": str(rewards.ref)}
+def refs(policy, made) -> dict[str, str]:
+    inputs = world.inputs_of(policy, made)
+    return {role: str(version.ref) for role, version in inputs.items()}
 
 
 @pytest.fixture

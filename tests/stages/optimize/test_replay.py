@@ -18,9 +18,6 @@ from tests.stages.optimize.test_trainer import _compare, _expected
 from tests.tiny import make_policy
 from tests.writing import run_here
 
-run = partial(run_here, "optimize")
-
-
 _config = partial(world.config, max_staleness=1)
 
 
@@ -42,8 +39,8 @@ def _store_of_two(tmp_path_factory):
     fresh = world.write_rollouts(store, start, _sampled(start, "b", temperature=0.7, seed=1))
     scored_fresh = world.write_rewards(store, fresh, world.even_share)
     versions = {"base": policy, "start": start, "fresh": fresh, "older": older}
-    versions |= {"scored": scored, "scored_fresh": scored_fresh}
-    return store.url, {name: version.ref for name, version in versions.items()}
+    refs = {name: version.ref for name, version in versions.items()}
+    return store.url, {**refs, "scored": scored.ref, "scored_fresh": scored_fresh.ref}
 
 
 @pytest.fixture
@@ -128,11 +125,10 @@ def test_proximal_logprobs_are_those_of_each_versions_own_policy(store, two):
 
 def _scored_by(store, policy, *versions) -> list:
     """Proximal logprobs of the versions under `policy`, as the stage logprobs makes them."""
-    config = {"role": "prox", "prox_of": "start"}
-    refs = {"policy": policy.ref}
+    config = LogprobsConfig(role="prox", prox_of="start")
     return [
-        store.open(run_here("logprobs", LogprobsConfig(**config), store, rollouts=v.ref, **refs))
-        for v in versions
+        store.open(run_here("logprobs", config, store, rollouts=each.ref, policy=policy.ref))
+        for each in versions
     ]
 
 
@@ -201,19 +197,14 @@ def test_the_manifest_names_every_version_and_advantages_every_row(store, two):
     }
     ids = [row["rollout_id"] for row in _rows(two.fresh, two.older)]
     advantages = store.open(done.manifest.metrics["advantages"])
-    assert advantages.table()["rollout_id"].to_pylist() == ids and advantages.manifest.status == {
-        "kept": 32
-    }
+    assert advantages.table()["rollout_id"].to_pylist() == ids
+    assert advantages.manifest.status == {"kept": 32}
     versions = done.manifest.metrics["versions"]
     for version, stale in ((two.fresh, False), (two.older, True)):
         rows = version.table().to_pylist()
         mean = sum(map(world.even_share, rows)) / len(rows)
-        told = {
-            "stale": stale,
-            "rollouts": 16,
-            "kept": 16,
-            "reward_mean": pytest.approx(mean, abs=1e-6),
-        }
+        told = {"stale": stale, "rollouts": 16, "kept": 16}
+        told["reward_mean"] = pytest.approx(mean, abs=1e-6)
         assert versions[str(version.ref)] == told
     assert verify(store)[1] == []
 
@@ -285,9 +276,8 @@ def test_each_version_must_be_sampled_without_bias(store, two):
         _run(store, two, **named)
     assert caught.value.object == str(other.ref)
     named["prox_logprobs"] = [
-        world.write_logprobs(store, version, old, "prox", two.start).ref
+        world.write_logprobs(store, version, world.sampled_logprobs(version), "prox", two.start).ref
         for version in (two.fresh, other)
-        for old in [version.table()["old_logprobs"].to_pylist()]
     ]
     metrics = _run(store, two, _config(allow_biased_sampling=True), **named).manifest.metrics
     assert metrics["biased_sampling"] == ["top_p = 0.9"]
@@ -313,9 +303,7 @@ def test_no_rollout_stands_in_two_versions(store, two):
     again = world.write_rollouts(store, two.base, rows)
     rewards = world.write_rewards(store, again, world.even_share)
     named = {"rollouts": [two.older.ref, again.ref], "rewards": [two.rewards[0].ref, rewards.ref]}
-    with pytest.raises(
-        LineageError, match=f"16 rollout ids are also in {again.ref}, such as 'a-r-000-0'"
-    ):
+    with pytest.raises(LineageError, match=f"16 rollout ids are also in {again.ref}, such as"):
         _run(store, two, **named)
 
 
@@ -340,12 +328,8 @@ def test_each_version_has_its_own_rewards_and_no_others(store, two):
 
 def test_the_kl_holds_on_to_one_reference(store, two):
     config = _config(kl_coef=0.1)
-    values = {
-        version.ref: version.table()["old_logprobs"].to_pylist()
-        for version in (two.fresh, two.older)
-    }
     scored = [
-        world.write_logprobs(store, version, values[version.ref], "ref", two.base)
+        world.write_logprobs(store, version, world.sampled_logprobs(version), "ref", two.base)
         for version in (two.older, two.fresh)
     ]
     with pytest.raises(LineageError, match="no reference logprobs of these rollouts"):
@@ -353,7 +337,8 @@ def test_the_kl_holds_on_to_one_reference(store, two):
     done = _run(store, two, config, ref_logprobs=[version.ref for version in scored])
     assert {entry.role for entry in done.manifest.inputs} >= {"ref", "ref.2"}
     other = make_policy(store, "other", seed=1)
-    foreign = world.write_logprobs(store, two.fresh, values[two.fresh.ref], "ref", other)
+    values = world.sampled_logprobs(two.fresh)
+    foreign = world.write_logprobs(store, two.fresh, values, "ref", other)
     with pytest.raises(LineageError, match="under tiny/policy@0") as caught:
         _run(store, two, config, ref_logprobs=[scored[0].ref, foreign.ref])
     assert "other/policy@0" in str(caught.value)

@@ -17,7 +17,6 @@ from quiver.stages.core.store.disk import Disk
 from quiver.stages.model.loading import load_model
 from quiver.stages.optimize.optimizer import read_tensors
 from tests.stages.conftest import LATER_NS
-from tests.stages.optimize import world
 
 WEIGHTS = "model.safetensors"
 STATE = "optimizer/state.safetensors"
@@ -53,11 +52,11 @@ def read_all(store: Store, ref: object) -> None:
         read_tensors(policy, "optimizer")
 
 
-def test_what_this_host_wrote_is_hashed_once(store, policy, made, hashed, monkeypatch):
+def test_what_this_host_wrote_is_hashed_once(store, policy, train, hashed, monkeypatch):
     wait_a_while(monkeypatch)
-    world.trained(store, policy, made)
+    train()
     hashed.clear()
-    done = world.trained(store, policy, made, world.config(seed=1))
+    done = train(seed=1)
     assert sorted(hashed) == [WEIGHTS, "state.safetensors"], "its own, not the starting policy's"
     hashed.clear()
     read_all(store, done.ref)
@@ -67,9 +66,9 @@ def test_what_this_host_wrote_is_hashed_once(store, policy, made, hashed, monkey
 
 
 def test_what_another_host_wrote_is_hashed_by_its_first_reader(
-    store, policy, made, hashed, monkeypatch, tmp_path
+    store, train, hashed, monkeypatch, tmp_path
 ):
-    done = world.trained(store, policy, made)
+    done = train()
     shutil.rmtree(tmp_path / "cache")
     hashed.clear()
     wait_a_while(monkeypatch)
@@ -78,8 +77,8 @@ def test_what_another_host_wrote_is_hashed_by_its_first_reader(
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, STATE])
-def test_a_file_that_was_damaged_since_is_noticed(store, policy, made, hashed, monkeypatch, name):
-    done = world.trained(store, policy, made)
+def test_a_file_that_was_damaged_since_is_noticed(store, train, hashed, monkeypatch, name):
+    done = train()
     wait_a_while(monkeypatch)
     read_all(store, done.ref)
     path = done.files.folder / name
@@ -92,9 +91,7 @@ def test_a_file_that_was_damaged_since_is_noticed(store, policy, made, hashed, m
         read_all(store, done.ref)
 
 
-def test_weights_are_flushed_and_hashed_while_the_moments_are_written(
-    store, policy, made, monkeypatch
-):
+def test_weights_are_flushed_and_hashed_while_the_moments_are_written(store, train, monkeypatch):
     """Whoever puts the weights waits here until the moments are there."""
     put, order = Disk.put_file, []
 
@@ -108,12 +105,12 @@ def test_weights_are_flushed_and_hashed_while_the_moments_are_written(
         return put(disk, key, file)
 
     monkeypatch.setattr(Disk, "put_file", waits)
-    done = world.trained(store, policy, made)
+    done = train()
     assert order == [True]
     Store(store.url).open(done.ref).verify()
 
 
-def test_a_flush_that_fails_meanwhile_publishes_nothing(store, policy, made, monkeypatch):
+def test_a_flush_that_fails_meanwhile_publishes_nothing(store, policy, train, monkeypatch):
     put = Disk.put_file
 
     def fails(disk: Disk, key: str, file: Path | None = None):
@@ -124,6 +121,6 @@ def test_a_flush_that_fails_meanwhile_publishes_nothing(store, policy, made, mon
     with monkeypatch.context() as patch:
         patch.setattr(Disk, "put_file", fails)
         with pytest.raises(ResourceError):
-            world.trained(store, policy, made)
+            train()
     assert store.numbers("tiny", "policy") == [0]
-    assert str(world.trained(store, policy, made).ref) == "tiny/policy@1"
+    assert str(train().ref) == "tiny/policy@1"

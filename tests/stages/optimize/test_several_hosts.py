@@ -21,8 +21,8 @@ pytestmark = pytest.mark.dist
 )
 def test_a_rank_whose_peer_is_gone_or_silent_says_so(store, policy, made, tmp_path, death):
     """Of a killed one connections are reset; a host without power or cable is silent."""
-    refs = {"policy": policy.ref, "rollouts": made[0].ref, "rewards": made[1].ref}
-    refs = {role: str(ref) for role, ref in refs.items()}
+    inputs = world.inputs_of(policy, made)
+    refs = {role: str(version.ref) for role, version in inputs.items()}
     settings = world.config(token_budget=40, learning_rate=1e-2, epochs=4000)
     call = json.dumps([store.url, settings.model_dump(mode="json"), refs, "two"])
     # a signal that cannot be caught does not reach a fork

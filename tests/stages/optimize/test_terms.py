@@ -25,8 +25,7 @@ def test_the_kl_is_a_mean_over_the_tokens_that_are_passed(store, policy, made):
     rewards = world.write_rewards(
         store, rollouts, lambda row: 1.0 if row["group_id"] == group else world.even_share(row)
     )
-    old = rollouts.table()["old_logprobs"].to_pylist()
-    below = [[number - 0.1 for number in row] for row in old]
+    below = world.sampled_logprobs(rollouts, less=0.1)
     ref = world.write_logprobs(store, rollouts, below, "ref", policy)
     inputs = {"policy": policy, "rollouts": rollouts, "rewards": rewards, "ref": ref}
     trainer = world.trainer(store, inputs, world.config(kl_estimator="k2"))
@@ -71,15 +70,14 @@ def test_the_share_of_highest_entropy(share, count):
     assert sorted(entropies[learns].tolist()) == sorted(entropies.tolist())[-count:]
 
 
-def test_the_next_training_goes_on_with_the_entropy_coefficient_of_the_last(store, policy):
+def test_the_next_training_goes_on_with_the_entropy_coefficient_of_the_last(store, policy, train):
     """The tiny policy's entropy is 5.4 nats: below a target of 6 the coefficient rises a step."""
     config = world.config(
         entropy_target=6.0, entropy_coef_step=0.01, epochs=2, max_staleness=1, learning_rate=1e-6
     )
-    made = world.make(store, policy, world.even_share)
-    first = world.trained(store, policy, made, config)
+    first = train(config)
     assert first.manifest.metrics["entropy_coef"] == pytest.approx(0.02)
-    second = world.trained(store, first, made, config)
+    second = train(config, start=first)
     assert second.manifest.metrics["entropy_coef"] == pytest.approx(0.04)
     steps = world.updates(store, second)
     for row, coef in zip(steps, (0.02, 0.03), strict=True):
@@ -87,13 +85,13 @@ def test_the_next_training_goes_on_with_the_entropy_coefficient_of_the_last(stor
         assert row["policy_loss"] - row["loss"] == pytest.approx(coef * row["entropy"], rel=0.02)
 
 
-def test_the_coefficient_is_fed_by_the_entropy_of_the_step(store, policy):
+def test_the_coefficient_is_fed_by_the_entropy_of_the_step(store, train):
     """5.4 nats are above a target of 5, as no other number of the step is: it falls, and there is
     no bonus."""
     config = world.config(
         entropy_coef=0.03, entropy_target=5.0, entropy_coef_step=0.01, epochs=2, learning_rate=1e-6
     )
-    done = world.trained(store, policy, world.make(store, policy, world.even_share), config)
+    done = train(config)
     assert done.manifest.metrics["entropy_coef"] == pytest.approx(0.01)
     steps = world.updates(store, done)
     assert [row["entropy"] for row in steps] == pytest.approx([5.4, 5.4], abs=0.1)
@@ -106,16 +104,10 @@ def test_the_coefficient_is_fed_by_the_entropy_of_the_step(store, policy):
 def test_the_coefficient_follows_the_kl_as_in_zieglers_equation():
     """The error is clipped to ±0.2, and weighed by the step's rollouts over the horizon."""
     config = Config(kl_coef=0.1, kl_target=0.5, kl_horizon=100)
-    coef = 0.1
-    course = []
-    for kl, rollouts in ((0.5, 50), (0.55, 50), (9.0, 50), (0.45, 100), (0.0, 100)):
-        coef = terms.next_kl_coef(config, coef, kl, rollouts)
-        course.append(coef)
-    factors = [1.0, 1 + 0.1 * 0.5, 1 + 0.2 * 0.5, 1 - 0.1, 1 - 0.2]
-    expected = 0.1
-    for found, factor in zip(course, factors, strict=True):
-        expected *= factor
-        assert found == pytest.approx(expected)
+    for kl, rollouts, factor in (
+        (0.5, 50, 1.0), (0.55, 50, 1.05), (9.0, 50, 1.1), (0.45, 100, 0.9), (0.0, 100, 0.8)
+    ):  # fmt: skip
+        assert terms.next_kl_coef(config, 0.2, kl, rollouts) == pytest.approx(0.2 * factor)
 
 
 @pytest.mark.parametrize(("kl", "factor"), [(0.0, 0.8), (9.0, 1.2)])
@@ -133,30 +125,26 @@ def test_without_a_target_the_kl_coefficient_stays():
 
 
 @pytest.fixture
-def inputs(store, policy):
-    """Rollouts, rewards, and a reference that is 0.3 nats off on every token."""
-    made = world.make(store, policy, world.even_share)
-    rows = made[0].table().to_pylist()
-    off = [[old - 0.3 for old in row["old_logprobs"]] for row in rows]
-    ref = world.write_logprobs(store, made[0], off, "ref", policy)
-    return made, ref
+def ref(store, policy, made):
+    """Of a reference that is 0.3 nats off on every token."""
+    off = world.sampled_logprobs(made[0], less=0.3)
+    return world.write_logprobs(store, made[0], off, "ref", policy).ref
 
 
 @pytest.mark.parametrize("aggregation", ["sequence_mean", "sequence_sum"])
 def test_every_step_and_the_next_training_go_on_with_the_kl_coefficient(
-    store, policy, inputs, aggregation
+    store, train, ref, aggregation
 ):
     """The KL is 0.3 nats per token (k1), however the tokens are weighed; of 16 rollouts, over a
     horizon of 16, the coefficient moves by the whole error."""
-    made, ref = inputs
     config = world.config(
         kl_coef=0.1, kl_estimator="k1", kl_target=0.27, kl_horizon=16, epochs=2,
         max_staleness=1, learning_rate=1e-9, aggregation=aggregation,
     )  # fmt: skip
     error = 0.3 / 0.27 - 1
-    first = world.trained(store, policy, made, config, ref_logprobs=ref.ref)
+    first = train(config, ref_logprobs=ref)
     assert first.manifest.metrics["kl_coef"] == pytest.approx(0.1 * (1 + error) ** 2, rel=1e-4)
-    second = world.trained(store, first, made, config, ref_logprobs=ref.ref)
+    second = train(config, start=first, ref_logprobs=ref)
     assert second.manifest.metrics["kl_coef"] == pytest.approx(0.1 * (1 + error) ** 4, rel=1e-4)
     steps = world.updates(store, second)
     for row, power in zip(steps, (2, 3), strict=True):
@@ -165,16 +153,15 @@ def test_every_step_and_the_next_training_go_on_with_the_kl_coefficient(
 
 
 def test_in_the_reward_a_training_has_the_coefficient_that_the_last_one_ended_with(
-    store, policy, inputs
+    store, policy, made, ref
 ):
-    made, ref = inputs
     config = world.config(
         algorithm="rloo", kl_coef=0.1, kl_in_reward=True, kl_estimator="k1", kl_target=0.2,
         kl_horizon=16, max_staleness=1, learning_rate=1e-9,
     )  # fmt: skip
     coef = 0.1
     for _ in range(2):
-        policy = world.trained(store, policy, made, config, ref_logprobs=ref.ref)
+        policy = world.trained(store, policy, made, config, ref_logprobs=ref)
         lengths = [len(row["completion_ids"]) for row in made[0].table().to_pylist()]
         rewards = [
             reward - coef * 0.3 * length
@@ -184,8 +171,7 @@ def test_in_the_reward_a_training_has_the_coefficient_that_the_last_one_ended_wi
             reward - (sum(rewards[i // 4 * 4 : i // 4 * 4 + 4]) - reward) / 3
             for i, reward in enumerate(rewards)
         ]
-        saved = [row["advantage"] for row in world.advantages(store, policy)]
-        assert saved == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        assert world.gains(store, policy) == pytest.approx(expected, rel=1e-4, abs=1e-6)
         coef *= 1.2  # the error is clipped
         assert policy.manifest.metrics["kl_coef"] == pytest.approx(coef, rel=1e-5)
 
@@ -198,16 +184,15 @@ def test_in_the_reward_a_training_has_the_coefficient_that_the_last_one_ended_wi
     ],
 )
 def test_another_start_value_has_no_effect_on_a_later_policy_and_that_is_said(
-    store, policy, inputs, caplog, coef, fields
+    policy, train, ref, caplog, coef, fields
 ):
-    made, ref = inputs
     caplog.set_level("INFO", "quiver.stages.optimize")
     given = {"max_staleness": 1, "learning_rate": 1e-9, **fields}
 
-    def said(policy, value):
+    def said(start, value):
         caplog.clear()
         config = world.config(**given, **{coef: value})
-        done = world.trained(store, policy, made, config, ref_logprobs=ref.ref)
+        done = train(config, start=start, ref_logprobs=ref)
         lines = [
             (r.levelname, r.message) for r in caplog.records if f"optimize.{coef}" in r.message
         ]

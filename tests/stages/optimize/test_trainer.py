@@ -5,7 +5,6 @@ import copy
 import itertools
 import math
 from dataclasses import replace
-from functools import partial
 from statistics import fmean, stdev
 
 import numpy as np
@@ -16,7 +15,6 @@ from transformers import FuyuConfig, FuyuForCausalLM
 
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.store import Store
-from quiver.stages.model.checkpoints import PolicyConfig
 from quiver.stages.model.forward.layout import Sequences
 from quiver.stages.model.loading import load_model, restore_dropout
 from quiver.stages.model.ragged import Ragged
@@ -36,10 +34,6 @@ from tests import architectures
 from tests.stages.optimize import world
 from tests.stages.optimize.world import even_share, import_changed, prompts, sample
 from tests.tiny import make_policy, tokenizer
-from tests.writing import run_here
-
-import_policy = partial(run_here, "policy")
-
 
 MOST = 11
 
@@ -51,14 +45,10 @@ def _rows(tmp_path_factory) -> list[dict]:
     found = sample(model, prompts(4), 4, temperature=0.8)
     generator = torch.Generator().manual_seed(3)
     for row in found:
-        noise = torch.randn(len(row["old_logprobs"]), generator=generator) * 0.3
-        row["old"] = [
-            old + shift for old, shift in zip(row["old_logprobs"], noise.tolist(), strict=True)
-        ]
-        row["ref"] = [
-            old - 0.4 * shift
-            for old, shift in zip(row["old_logprobs"], noise.tolist(), strict=True)
-        ]
+        sampled = torch.tensor(row["old_logprobs"], dtype=torch.float64)
+        noise = torch.randn(len(sampled), generator=generator) * 0.3
+        row["old"] = (sampled + noise).tolist()
+        row["ref"] = (sampled - 0.4 * noise).tolist()
         row["reward"], row["group"] = even_share(row), int(row["group_id"][2:])
     return found
 
@@ -138,10 +128,8 @@ def _expected(
             advantage = (row["reward"] - fmean(peers)) * len(peers) / (len(peers) - 1)
         if algorithm != "grpo":
             weight = 1 / num_tokens
-        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(row["prompt_ids"]) - 1 : -1]
-        table = (logits / row["temperature"]).log_softmax(-1)
-        now = table.gather(1, torch.tensor(row["completion_ids"])[:, None])[:, 0]
+        table, _ = world.own_pass(model, row)
+        now = world.of_ids(table, row)
         old = torch.tensor(row["old"], dtype=torch.float64)
         anchor = torch.tensor(row["old_logprobs"], dtype=torch.float64) if prox else old
         ratio = (now - anchor).exp()
@@ -188,13 +176,6 @@ def test_loss_and_gradient_are_those_of_the_formula(policy, rows, algorithm, ter
     _compare(made, _expected(policy, rows, algorithm, **terms))
 
 
-@pytest.mark.parametrize("packing, budget", [("shared", 1), ("packed", 30), ("single", None)])
-def test_the_cut_into_micro_batches_changes_nothing(policy, rows, packing, budget):
-    made = _trainer(policy, rows, _config(packing=packing, token_budget=budget), "grpo")
-    assert made.mode == packing
-    _compare(made, _expected(policy, rows))
-
-
 def test_a_reference_changes_nothing_where_the_loss_has_no_kl(policy, rows):
     _compare(_trainer(policy, rows, _config(), "grpo", ref=True), _expected(policy, rows))
 
@@ -221,9 +202,7 @@ def test_activation_checkpointing_turns_no_noise_of_routers_on(store, tmp_path, 
     config.router_jitter_noise = 0.5
     architectures.make_tiny(config).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    policy = store.open(
-        import_policy(PolicyConfig(model=str(tmp_path / "model")), store, into="routes")
-    )
+    policy = world.imported(store, tmp_path / "model", "routes")
     for row in rows:
         for name in ("prompt_ids", "completion_ids"):
             row[name] = [id % architectures.VOCABULARY for id in row[name]]
@@ -255,9 +234,7 @@ def test_dropout_of_a_config_within_a_config_is_off_too(store, tmp_path):
         FuyuConfig(text_config={**text, **rates}, patch_size=2, **text)
     ).save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
-    policy = store.open(
-        import_policy(PolicyConfig(model=str(tmp_path / "model")), store, into="nested")
-    )
+    policy = world.imported(store, tmp_path / "model", "nested")
     model, ids = load_model(policy, dtype=torch.float32).train(), torch.arange(3, 30)[None]
     assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
     restore_dropout(model, policy)

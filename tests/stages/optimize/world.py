@@ -8,13 +8,15 @@ import os
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 import torch
 from pydantic import Field
 from safetensors.torch import load_file, save_file
@@ -44,12 +46,35 @@ def import_changed(
 ) -> Version:
     """`run/policy@0`: the tiny policy with other values in its config.json, or with its first
     weight moved by `nudge`."""
-    path = make_folder(folder) / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **(config or {})}))
-    weights = load_file(folder / "model.safetensors")
-    next(iter(weights.values())).view(-1)[0] += nudge
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    edit_config(make_folder(folder), **(config or {}))
+    with edited_weights(folder) as weights:
+        next(iter(weights.values())).view(-1)[0] += nudge
+    return imported(store, folder, run)
+
+
+def imported(store: Store, folder: Path, run: str) -> Version:
+    """`run/policy@0`: the model of a folder."""
     return store.open(import_policy(PolicyConfig(model=str(folder)), store, into=run))
+
+
+def edit_config(folder: Path, **values) -> None:
+    """Put other values into its config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@contextmanager
+def edited_weights(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """A model's weights by name, to be changed in place; they are saved again."""
+    weights = load_file(folder / "model.safetensors")
+    yield weights
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def make_bfloat16(folder: Path) -> None:
+    """Round a model's weights to bfloat16."""
+    with edited_weights(folder) as weights:
+        weights |= {name: weight.bfloat16() for name, weight in weights.items()}
 
 
 def config(**values) -> optimize.Config:
@@ -70,6 +95,26 @@ def trained(
     return store.open(run_here("optimize", chosen or config(), store, **named))
 
 
+@contextmanager
+def dies_after(steps: int) -> Iterator[None]:
+    """A training inside dies in the place of its next step, and must."""
+    step = Trainer._train_minibatch
+
+    def dies(self, *arguments):
+        if len(self.updates) == steps:
+            raise KeyboardInterrupt
+        return step(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Trainer, "_train_minibatch", dies)
+        yield
+
+
+def inputs_of(policy: Version, made: tuple[Version, Version]) -> dict[str, Version]:
+    """The versions of a training by role."""
+    return {"policy": policy, "rollouts": made[0], "rewards": made[1]}
+
+
 def weights(version: Version, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
     """What is saved of a policy in one file, by name."""
     return load_file(version.files.folder / name)
@@ -88,6 +133,17 @@ def updates(store: Store, done: Version) -> list[dict]:
 def advantages(store: Store, done: Version) -> list[dict]:
     """The rows of advantages/1 of a training."""
     return store.open(done.manifest.metrics["advantages"]).table().to_pylist()
+
+
+def gains(store: Store, done: Version) -> list:
+    """The advantage of each rollout of a training, or those of its tokens."""
+    return [row["advantage"] for row in advantages(store, done)]
+
+
+def sampled_logprobs(rollouts: Version, less: float = 0.0) -> list[list[float]]:
+    """What rollouts were sampled with, each number lowered by `less`."""
+    rows = rollouts.table()["old_logprobs"].to_pylist()
+    return [[old - less for old in row] for row in rows]
 
 
 def scored(
@@ -229,20 +285,32 @@ def sample(
     return rows
 
 
-def own_logprobs(model, row: dict) -> torch.Tensor:
-    """[T] logprobs of a row's completion at its temperature, by the model's own pass; with
-    gradient."""
-    prompt, ids = row["prompt_ids"], torch.tensor(row["completion_ids"])
+def own_pass(model, row: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """By the model's own pass, with gradient: logprobs [T, V] of the whole vocabulary at each token
+    of a row's completion, at its temperature; and the T + 1 hidden states before its tokens and
+    after the last."""
+    prompt, ids = row["prompt_ids"], row["completion_ids"]
     if model.config.is_encoder_decoder:
-        start = torch.tensor([model.config.decoder_start_token_id])
-        inputs = torch.cat([start, ids[:-1]])[None]
-        logits = model(
-            input_ids=torch.tensor([prompt]), decoder_input_ids=inputs, use_cache=False
-        ).logits[0]
+        start = model.config.decoder_start_token_id
+        inputs = {"input_ids": prompt, "decoder_input_ids": [start, *ids]}
+        first, states = 0, "decoder_hidden_states"
     else:
-        whole = torch.tensor([prompt + ids.tolist()])
-        logits = model(input_ids=whole, use_cache=False).logits[0, len(prompt) - 1 : -1]
-    return (logits / row["temperature"]).log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        inputs = {"input_ids": prompt + ids}
+        first, states = len(prompt) - 1, "hidden_states"
+    inputs = {name: torch.tensor([part]) for name, part in inputs.items()}
+    out = model(**inputs, use_cache=False, output_hidden_states=True)
+    table = (out.logits[0, first:-1] / row["temperature"]).log_softmax(-1)
+    return table, out[states][-1][0, first:]
+
+
+def of_ids(table: torch.Tensor, row: dict) -> torch.Tensor:
+    """[T] of a row's own ids, from [T, V]."""
+    return table.gather(1, torch.tensor(row["completion_ids"])[:, None])[:, 0]
+
+
+def own_logprobs(model, row: dict) -> torch.Tensor:
+    """[T] logprobs of a row's completion by the model's own pass; with gradient."""
+    return of_ids(own_pass(model, row)[0], row)
 
 
 def write(store: Store, run: str, kind: str, stage: str, tables: list[pa.Table], **about):
