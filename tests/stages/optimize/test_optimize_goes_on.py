@@ -60,9 +60,9 @@ def test_a_stage_that_would_learn_nothing_is_refused(store, train, caplog):
     with pytest.raises(ConfigError, match="has taken 4 steps: nothing would be") as caught:
         train(start=second, **fields)
     assert caught.value.next == "raise optimize.total_steps above 4"
-    just_ended = _run(store, first, made, _config(**fields))
+    just_ended = train(start=first, **fields)
     with pytest.raises(ConfigError, match="has taken 2 steps: nothing would be"):
-        _run(store, just_ended, made, _config(**fields))
+        train(start=just_ended, **fields)
 
 
 def test_without_the_state_the_moments_start_anew(store, made, train):
