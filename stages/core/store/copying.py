@@ -74,8 +74,7 @@ def copy(source: Store, target: str) -> Copied:
             for name, numbers in listing.marks.items():
                 for number in numbers:
                     with suppress(FileNotFoundError):  # taken back meanwhile
-                        key = marks.key_of(Ref(run, kind, number), name)
-                        _copy_objects(source.storage, storage, [key])
+                        _copy_mark(source.storage, storage, Ref(run, kind, number), name)
             for number in listing.numbers:
                 version = source.version(Ref(run, kind, number))
                 manifest = f"{version.ref.folder}/manifest.json"
@@ -134,12 +133,13 @@ def _copy_files(version: Version, source: Storage, target: Storage) -> int:
         try:
             version.require(entry.name)
         except LineageError:
-            expired.add(marks.key_of(version.ref, EXPIRED if version.mark else NO_OPTIMIZER))
+            expired.add(EXPIRED if version.mark else NO_OPTIMIZER)
             continue
         if entry.name not in there or there[entry.name][0] != entry.bytes:
             entries.append(entry)
     try:
-        _copy_objects(source, target, expired)
+        for name in expired:
+            _copy_mark(source, target, version.ref, name)
     except FileNotFoundError:
         problem = "its mark that data expired was taken back while it was copied"
         raise ConflictError(str(version.ref), problem, next="copy again: it goes on") from None
@@ -152,6 +152,14 @@ def _copy_files(version: Version, source: Storage, target: Storage) -> int:
         return entry.bytes
 
     return sum(map_in_threads(copy_file, entries))
+
+
+def _copy_mark(source: Storage, target: Storage, ref: Ref, name: str) -> None:
+    """Copy a mark of a version, unless the copy has one of its own: a collection there writes its
+    own time and reason."""
+    own, mark = (marks.read(storage, ref, name) for storage in (target, source))
+    if own is None or mark is None or own.commit_id != mark.commit_id:
+        _copy_objects(source, target, [marks.key_of(ref, name)])
 
 
 def _copy_objects(source: Storage, target: Storage, keys: Iterable[str]) -> None:

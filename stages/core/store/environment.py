@@ -37,8 +37,9 @@ def environment() -> dict[str, Any]:
     commit = ""
     if (root / ".git").exists():
         command = ["git", "-C", root, "rev-parse", "HEAD"]
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
-        commit = process.stdout.strip() if process.returncode == 0 else ""
+        with suppress(OSError):  # git may not be installed
+            process = subprocess.run(command, capture_output=True, text=True, check=False)
+            commit = process.stdout.strip() if process.returncode == 0 else ""
     return {
         "packages": packages,
         "python": platform.python_version(),

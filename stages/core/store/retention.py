@@ -177,6 +177,9 @@ def find_kept(
             refs = (store.tagged(run, name), tags.previous(store.history(run, name)))
             roots.update(parse(ref) for ref in refs if ref)
     kept.in_use = roots | kept.read
+    for ref in [*kept.in_use]:
+        with suppress(LineageError):  # its data are gone, and nothing is read in its place
+            kept.in_use.add(store.resolve(ref))
     kept.optimizer |= kept.in_use
     for run, kind in store.kinds():
         for newest_first in _counted(store, run, kind):
@@ -235,6 +238,19 @@ def _sources(manifest: Manifest, *, is_root: bool) -> list[Ref]:
 # -- one version
 
 
+def _names_of(store: Store, ref: Ref) -> set[str]:
+    """Return the references that lead to a version: its own, and those of the versions that it
+    replaces because their data are gone. Of a damaged version only its own is known."""
+    names = {str(ref)}
+    with suppress(CorruptError):
+        for number in store.listing(*ref[:2]).find(store.version(ref).manifest.run_key):
+            other = ref._replace(version=number)
+            with suppress(LineageError):
+                if store.resolve(other) == ref:
+                    names.add(str(other))
+    return names
+
+
 def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
     """Return the tags of the version's run that point at it, and the versions made from it.
 
@@ -243,16 +259,17 @@ def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
     Raises:
         OSError: the store cannot be read, so it is unknown who needs the version.
     """
+    names = _names_of(store, ref)
     tag_names, versions = [], []
     with suppress(*_DAMAGED):
         for name in store.tag_names(ref.run):
             with suppress(*_DAMAGED):
-                if store.tagged(ref.run, name) == str(ref):
+                if store.tagged(ref.run, name) in names:
                     tag_names.append(name)
     for run, kind in store.kinds():
         with suppress(*_DAMAGED):
             summaries = store.summaries(run, kind)
-            versions += [str(other) for other, made in summaries if str(ref) in made.sources]
+            versions += [str(other) for other, made in summaries if names & made.sources.keys()]
     return tag_names, versions
 
 
@@ -298,8 +315,9 @@ def _require_unused(store: Store, ref: Ref) -> list[str]:
             work reads it.
         CorruptError: a tag of the run is torn, so it may point at the version.
     """
+    names = _names_of(store, ref)
     for name in store.tag_names(ref.run):
-        if store.tagged(ref.run, name) == str(ref):
+        if store.tagged(ref.run, name) in names:
             raise ConflictError(
                 str(ref),
                 f"tag {name} points at it",
@@ -310,16 +328,16 @@ def _require_unused(store: Store, ref: Ref) -> list[str]:
     for policy in map(store.version, policies):
         with suppress(CorruptError):  # `verify` reports it
             base = policy.manifest.input("base")
-            names = policy.files.names
-            has_weights = any("/" not in n and n.endswith(".safetensors") for n in names)
-            if base is not None and base.ref == str(ref) and not has_weights:
+            files = policy.files.names
+            has_weights = any("/" not in n and n.endswith(".safetensors") for n in files)
+            if base is not None and base.ref in names and not has_weights:
                 raise ConflictError(
                     str(ref),
                     f"{policy.ref} is an adapter alone, on its weights",
                     next=f"delete {policy.ref} first",
                 )
     for stage in stages_at_work(store):
-        if str(ref) in stage.refs:
+        if names & set(stage.refs):
             raise ConflictError(
                 str(ref), f"{stage.name} reads it", next="wait for it, then delete it"
             )

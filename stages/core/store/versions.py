@@ -389,9 +389,10 @@ class Store:
     def runs(self) -> list[str]:
         """Return the names of all runs, sorted."""
         names = []
-        for name in filter(refs.NAME.fullmatch, self.storage.list("")):
-            with suppress(CorruptError):  # a file, or a link
-                if name != "store.json" and self.storage.list(name):
+        for name in self.storage.list(""):
+            # what is no run: a file, a link, a folder with a name that no run has
+            with suppress(ConfigError, CorruptError):
+                if self.storage.list(refs.check_name(name, "run")):
                     names.append(name)
         return names
 

@@ -300,6 +300,21 @@ def test_a_copy_made_later_adds_what_is_new(full, bucket):
     assert contents(Store(bucket.url)) == contents(full)
 
 
+def test_a_copy_in_which_the_same_expired_by_its_own_gc_goes_on(store, tmp_path):
+    for number in range(3):
+        make_table(store, number)
+    copied = tmp_path / "copy"
+    copy(store, str(copied))
+    for each in (Store(copied), store):
+        collect(each, Rule(keep=1, grace_seconds=0), apply=True)
+    marks_before = [path.read_bytes() for path in sorted(copied.rglob("*.expired"))]
+    make_table(store, 3)
+    copy(store, str(copied))
+    assert [str(ref) for ref in Store(copied).refs()] == ["a/logprobs@3", "a/logprobs@4"]
+    assert [path.read_bytes() for path in sorted(copied.rglob("*.expired"))] == marks_before
+    assert len(marks_before) == 2
+
+
 def test_a_tag_that_is_made_meanwhile_is_not_copied_without_its_version(
     full, tmp_path, monkeypatch
 ):

@@ -30,7 +30,14 @@ from quiver.stages.core.store import Store, marks, retention
 from quiver.stages.core.store.disk import Disk
 from quiver.stages.core.store.leases import Leases, Owner
 from quiver.stages.core.store.listing import EXPIRED, REMOVED
-from quiver.stages.core.store.retention import Rule, collect, find_kept, remove
+from quiver.stages.core.store.retention import (
+    Rule,
+    collect,
+    find_kept,
+    put_aside,
+    remove,
+    users_of,
+)
 from quiver.stages.model import checkpoints
 from tests.faults.seam import watched
 from tests.faults.sizes import part, sizes
@@ -719,6 +726,33 @@ def test_what_is_made_again_stands_for_the_first_and_is_not_newer(store):
     store.tag("a", "prod", second.ref)
     collect(store, ALL, apply=True)
     assert [ref.version for ref in store.refs()] == [3, 2, 4]
+
+
+def test_what_stands_for_a_tagged_version_is_kept_with_its_state_and_rm_refuses_it(store):
+    tagged = make_policy(store, 0)
+    make_policy(store, 1)
+    store.tag("a", "prod", tagged.ref)
+    put_aside(store, tagged.ref)
+    again = make_policy(store, 0)
+    make_policy(store, 2)
+    assert store.resolve("a/policy@prod") == again.ref != tagged.ref
+    with pytest.raises(ConflictError, match="tag prod points at it"):
+        remove(store, again.ref)
+    collect(store, Rule(moments=1, grace_seconds=0), apply=True)
+    assert with_state(store) == [str(again.ref), "a/policy@3"]
+
+
+def test_what_stands_for_the_base_of_an_adapter_is_not_removed(store):
+    base = make_policy(store, 0, state=False)
+    with begin(store, "a", "policy", **plan(1, inputs={"base": base})) as work:
+        (work.folder / "adapter").mkdir()
+        (work.folder / "adapter/adapter_model.safetensors").write_bytes(b"w")
+        adapter = work.commit()
+    put_aside(store, base.ref)
+    again = make_policy(store, 0, state=False)
+    assert users_of(store, again.ref) == ([], [str(adapter.ref)])
+    with pytest.raises(ConflictError, match=f"{adapter.ref} is an adapter alone"):
+        remove(store, again.ref)
 
 
 def test_what_is_made_again_with_other_content_is_the_newest(store):

@@ -4,6 +4,7 @@ a number twice."""
 import json
 import os
 import re
+import shutil
 import subprocess
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ from quiver.schemas.refs import Ref
 from quiver.stages.core.config import Config, Runtime
 from quiver.stages.core.run.stage import Plan
 from quiver.stages.core.store import Store, disk
+from quiver.stages.core.store.environment import environment
 from quiver.stages.core.store.retention import Rule, collect
 from quiver.stages.core.store.writer import MOST_SHARDS, ROWS_AT_ONCE, open_staging, shard_rows
 from tests.faults.failing import failing
@@ -493,6 +495,20 @@ def test_a_folder_with_other_things_is_no_store(tmp_path):
         with pytest.raises(CorruptError, match=f"format {other}, expected {FORMAT}") as caught:
             Store(tmp_path / "store")
         assert caught.value.next.startswith("take the Quiver that wrote it")
+
+
+def test_a_folder_with_a_name_that_no_run_has_is_no_run(store):
+    version = commit(store)
+    for name in ("a.tmp", "a..old", "A copy"):
+        shutil.copytree(Path(store.url) / "a", Path(store.url) / name)
+    assert list(store.refs()) == [version.ref] and verify(store) == (1, [])
+
+
+def test_a_commit_where_git_is_not_installed(store, monkeypatch):
+    environment.cache_clear()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert commit(store).manifest.environment["git_commit"] == ""
+    environment.cache_clear()
 
 
 def test_verify_finds_a_missing_input(store):
