@@ -380,6 +380,17 @@ def test_what_a_sleeper_publishes_after_gc_deleted_its_data_is_marked(bucket, mo
     assert verify(Store(bucket.url)) == (1, [])
 
 
+def test_a_shard_that_a_dead_process_left_beside_a_version_is_no_damage(bucket):
+    """It died before the shard's note, and the next process wrote other bytes."""
+    version = commit(Store(bucket.url))
+    left = f"{version.manifest.prefix}/part-00000-0123456789ab.arrow"
+    Store(bucket.url).storage.put(left, b"other bytes")
+    assert verify(Store(bucket.url)) == (1, [])
+    remove(Store(bucket.url), version.ref)
+    with pytest.raises(FileNotFoundError):
+        Store(bucket.url).storage.read(left)
+
+
 def test_no_version_has_the_files_of_one_that_was_removed(bucket):
     """A process planned its work before another one published it, and began after its removal."""
     late = Plan(Store(bucket.url), "logprobs", 1, Settings(), "a", ("logprobs",))
