@@ -15,6 +15,9 @@ from quiver.stages.turns.config import Turns
 from .engine import engine_options
 from .options import Sampling, ScriptedOptions, VllmServerOptions
 
+_MOST_SHARDS = 32_768
+"""Most shards if their size is given: more would not fit the manifest."""
+
 
 class Config(Base):
     """Config of the generate stage."""
@@ -86,8 +89,17 @@ class Config(Base):
         return self
 
     def rows_in_shard(self, rows: int) -> int:
-        """Return the rows per shard of a version with `rows` rows."""
+        """Return the rows per shard of a version with `rows` rows. Raises ConfigError if the
+        shards would be too many for its manifest, which lists them all."""
         if self.rows_per_shard is not None:
+            if rows > self.rows_per_shard * _MOST_SHARDS:
+                least = -(-rows // _MOST_SHARDS)
+                raise ConfigError(
+                    "generate.rows_per_shard",
+                    f"is {self.rows_per_shard}: {rows} rollouts would have more than "
+                    f"{_MOST_SHARDS} shards",
+                    next=f"set it to {least} or more",
+                )
             return self.rows_per_shard
         # with `ahead` = 1, all environments of a shard may be open at once
         return shard_rows(rows) if self.turns is None else ROWS_PER_SHARD

@@ -209,7 +209,10 @@ def test_shards_of_episodes_do_not_grow():
     single = config()
     episodes = config(turns={"environment": "mine.py:Game"})
     assert (single.rows_in_shard(1_000_000), episodes.rows_in_shard(1_000_000)) == (4096, 256)
-    assert config(rows_per_shard=7).rows_in_shard(1_000_000) == 7
+    assert config(rows_per_shard=32).rows_in_shard(1_000_000) == 32
+    with pytest.raises(ConfigError, match="1000000 rollouts would have more than") as refused:
+        config(rows_per_shard=30).rows_in_shard(1_000_000)
+    assert refused.value.next == "set it to 31 or more"
 
 
 def test_rows_of_prompts_in_many_chunks(store, policy):
