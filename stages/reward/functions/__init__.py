@@ -402,7 +402,7 @@ FUNCTIONS: dict[str, Shipped] = {
             "sandbox_url": "a server that runs programs",
             "sandbox_token": "env:NAME",
         },
-        version=2,
+        version=3,
         columns=("entry", "language"),
         reference="tests",
         is_quick=False,

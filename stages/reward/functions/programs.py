@@ -55,8 +55,9 @@ def code(
         word, so white space does not count.
       * The same with an `entry`, the name of a function (or of a method of a class `Solution`). It
         is called with each input (a list of arguments, or text with one JSON value per line) and
-        must return the output; lists and tuples are equal. A "testtype" of "functional" requires an
-        entry.
+        must return the output; lists and tuples are equal. Tests may name the function themselves,
+        as "fn_name" or "func_name" in their "metadata"; all tests of a row call the same one. A
+        "testtype" or "type" of "functional" or "function_call" requires a name.
       * Python text, or a list of texts, run top to bottom after the program. Each statement with an
         assert counts, each function `test_…`, and `check(entry)` if they define `check`. Names that
         they do not define are the program's, except builtins. The program may be imported as
@@ -169,7 +170,6 @@ def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
     if isinstance(column, str) and column.lstrip()[:1] in ("[", "{"):
         column = json.loads(column)
     if isinstance(column, dict):
-        entry = entry or column.get("fn_name") or ""
         inputs, outputs = (column.get(key, column.get(key + "s")) for key in ("input", "output"))
         both = isinstance(inputs, list) and isinstance(outputs, list)
         if not both or len(inputs) != len(outputs):
@@ -178,7 +178,7 @@ def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
                 "outputs, as many of each"
             )
         pairs = zip(inputs, outputs, strict=True)
-        column = [{"input": input, "output": output} for input, output in pairs]
+        column = [{**column, "input": input, "output": output} for input, output in pairs]
     if isinstance(column, str):
         column = [column]
     if not isinstance(column, list) or not column:
@@ -187,14 +187,32 @@ def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
         return Tests(entry, "\n".join(column))
     if any(not isinstance(case, dict) or not {"input", "output"} <= set(case) for case in column):
         raise ValueError("a test must have input and output")
+    entry = entry or _function_of(column)
     if entry:
         return Tests(entry, calls=[_read_call(case["input"], case["output"]) for case in column])
-    if any(case.get("testtype") == "functional" for case in column):
+    return Tests(cases=[(_as_text(case["input"]), _as_text(case["output"])) for case in column])
+
+
+def _function_of(cases: Sequence[dict[str, Any]]) -> str:
+    """Return the function that the cases call by name; empty if they are of stdin and stdout."""
+    names, kinds = set(), set()
+    for case in cases:
+        metadata = case.get("metadata")
+        named = metadata.get("func_name") if isinstance(metadata, dict) else None
+        names.add(case.get("fn_name") or named or "")
+        kinds |= {case.get("testtype"), case.get("type")} & {"functional", "function_call"}
+    if len(names) > 1:
         raise ValueError(
-            "tests of the type functional call a function: name it in a column entry, or in "
+            "the tests of a row must call one function, got "
+            + ", ".join(printable(repr(name)) for name in sorted(names, key=str))
+        )
+    (name,) = names
+    if kinds and not name:
+        raise ValueError(
+            f"tests of the type {kinds.pop()} call a function: name it in a column entry, or in "
             "arguments.entry"
         )
-    return Tests(cases=[(_as_text(case["input"]), _as_text(case["output"])) for case in column])
+    return name
 
 
 def _as_text(stream: Any) -> str:

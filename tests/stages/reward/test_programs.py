@@ -123,6 +123,10 @@ def test_calls_of_a_function():
         assert code([f"def f(x):\n    return {value}, {{'a': (1,)}}"], [pairs], entry="f") == [
             passed
         ]
+    cases = [{"type": "function_call", "fn_name": "add", **case} for case in tests]
+    metadata = {"testtype": "functional", "metadata": {"func_name": "add"}}
+    inside = [json.dumps(cases), [{**metadata, **case} for case in tests]]
+    assert code([add, method], inside) == [share, share]
     by_row = [tests[:1], [{"input": "x", "output": "x"}]]
     assert code([add, "print(input())"], by_row, entry=["add", None]) == [1.0, 1.0]
 
@@ -390,6 +394,12 @@ def test_what_can_not_be_a_test_is_an_error_of_the_row_and_null_is_null():
     with pytest.raises(ValueError, match="functional call a function: name it in a column entry"):
         read_tests(functional)
     assert read_tests(json.dumps(functional), "add").calls == [([1, 2], 3)]
+    with pytest.raises(ValueError, match="function_call call a function"):
+        read_tests({"type": "function_call", "fn_name": None, "inputs": [[1]], "outputs": [1]})
+    two = [{"input": [1], "output": 1, "fn_name": name} for name in ("f", "g")]
+    for cases, names in ((two, "'f', 'g'"), ([two[0], {"input": [1], "output": 1}], "'', 'f'")):
+        with pytest.raises(ValueError, match=f"must call one function, got {names}"):
+            read_tests(cases)
     assert read_tests([{**functional[0], "testtype": "stdin"}]).cases == [("1\n2", "3")]
     with pytest.raises(ValueError, match="language must be python, got rust"):
         code([DOUBLE], [ASSERTS], language=["rust"])
