@@ -57,7 +57,8 @@ def code(
         is called with each input (a list of arguments, or text with one JSON value per line) and
         must return the output; lists and tuples are equal. Tests may name the function themselves,
         as "fn_name" or "func_name" in their "metadata"; all tests of a row call the same one. A
-        "testtype" or "type" of "functional" or "function_call" requires a name.
+        "testtype" or "type" of "functional" or "function_call" requires a name. As in APPS and
+        TACO, an output that is a list of one item beside a "fn_name" also allows the item alone.
       * Python text, or a list of texts, run top to bottom after the program. Each statement with an
         assert counts, each function `test_…`, and `check(entry)` if they define `check`. Names that
         they do not define are the program's, except builtins. The program may be imported as
@@ -145,12 +146,12 @@ def extract(completion: str) -> str:
 
 
 class Tests(NamedTuple):
-    """The tests of a row: `cases` of stdin and stdout, `calls` of `entry` with arguments and value,
-    or Python `text`."""
+    """The tests of a row: `cases` of stdin and stdout, `calls` of `entry` with arguments and the
+    values that are right, or Python `text`."""
 
     entry: str = ""
     text: str = ""
-    calls: Sequence[tuple[list[Any], Any]] = ()
+    calls: Sequence[tuple[list[Any], list[Any]]] = ()
     cases: Sequence[tuple[str, str]] = ()
 
 
@@ -160,7 +161,7 @@ def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
     >>> read_tests([{"input": "1 2", "output": "3"}]).cases
     [('1 2', '3')]
     >>> read_tests('{"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}').calls
-    [([1, 2], 3)]
+    [([1, 2], [3])]
     """
     if language.lower() not in _PYTHON:
         raise ValueError(
@@ -189,7 +190,7 @@ def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
         raise ValueError("a test must have input and output")
     entry = entry or _function_of(column)
     if entry:
-        return Tests(entry, calls=[_read_call(case["input"], case["output"]) for case in column])
+        return Tests(entry, calls=[_read_call(case) for case in column])
     return Tests(cases=[(_as_text(case["input"]), _as_text(case["output"])) for case in column])
 
 
@@ -221,16 +222,18 @@ def _as_text(stream: Any) -> str:
     return "\n".join(map(str, stream)) if isinstance(stream, list) else str(stream)
 
 
-def _read_call(input: Any, output: Any) -> tuple[list[Any], Any]:
-    """Return the arguments of a call, and the value that it must return."""
+def _read_call(case: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the arguments of a call, and the values of which it must return one."""
+    input, output = case["input"], case["output"]
     if isinstance(input, str):  # then the output is JSON text too
         lines = filter(str.strip, input.splitlines())
-        return [json.loads(line) for line in lines], json.loads(output)
+        return [json.loads(line) for line in lines], [json.loads(output)]
     if not isinstance(input, list):
         raise ValueError(
             f"the input of a call must be a list of arguments, got {printable(repr(input))}"
         )
-    return input, output
+    is_wrapped = case.get("fn_name") and isinstance(output, list) and len(output) == 1
+    return input, [output, *output] if is_wrapped else [output]
 
 
 # -- runs

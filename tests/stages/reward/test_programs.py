@@ -118,6 +118,13 @@ def test_calls_of_a_function():
     assert code([add, method, "def plus(): pass"], [tests] * 3, entry="add") == [share, share, 0.0]
     named = json.dumps({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"})
     assert code([add], [named]) == [1.0]
+    wrapped = {"fn_name": "add", "inputs": [[1, 2], [["a"], ["b"]]], "outputs": [[3], [["a", "b"]]]}
+    items = "def add(a, b):\n    return [a + b]\n"
+    assert code([add, items, "def add(a, b):\n    return 3"], [wrapped] * 3) == [1.0, 1.0, 0.5]
+    assert code([add, items], [tests[:1], [{**tests[0], "output": [3]}]], entry="add") == [1.0, 1.0]
+    assert code([add, items], [[{"input": [1, 2], "output": [3]}]] * 2, entry="add") == [0.0, 1.0]
+    longer = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3, 4]]}
+    assert code([add], [longer]) == [0.0]
     pairs = [{"input": [[3, 1]], "output": [[1, 3], {"a": [1]}]}]
     for value, passed in (("(sorted(x), x)", 0.0), ("tuple(sorted(x))", 1.0)):
         assert code([f"def f(x):\n    return {value}, {{'a': (1,)}}"], [pairs], entry="f") == [
@@ -393,7 +400,7 @@ def test_what_can_not_be_a_test_is_an_error_of_the_row_and_null_is_null():
     functional = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
     with pytest.raises(ValueError, match="functional call a function: name it in a column entry"):
         read_tests(functional)
-    assert read_tests(json.dumps(functional), "add").calls == [([1, 2], 3)]
+    assert read_tests(json.dumps(functional), "add").calls == [([1, 2], [3])]
     with pytest.raises(ValueError, match="function_call call a function"):
         read_tests({"type": "function_call", "fn_name": None, "inputs": [[1]], "outputs": [1]})
     two = [{"input": [1], "output": 1, "fn_name": name} for name in ("f", "g")]
