@@ -334,7 +334,7 @@ FUNCTIONS: dict[str, Shipped] = {
         verifiers.math,
         "1 if the completion's mathematical answer equals the column `answer`",
         {},
-        version=4,
+        version=5,
         reference="answer",
     ),
     "choice": Shipped(

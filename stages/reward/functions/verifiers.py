@@ -40,7 +40,8 @@ def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None
     equations are known). The completion's answer is in the last \boxed{…}, else in the last
     <answer>…</answer>, else after the last ####, else the last formula or number. Boxes side by
     side are one answer, so \boxed{1}\boxed{2} is 1, 2 and not 2. If both sides are a single number,
-    they are compared as in `numeric`. Identical texts are always equal.
+    they are compared as in `numeric`. Identical texts are always equal. If both sides name a base,
+    bases are compared too: 12_5 is 12, but not 12_7.
 
     An answer without LaTeX marks is read as a formula, in which pi, ln, log (of base 10), exp, sin,
     cos, tan, sqrt and ** are known. A null answer gives None. An answer that cannot be read (a
@@ -78,9 +79,15 @@ def _math(text: str, right: Any) -> float:
     from math_verify import verify
 
     # math-verify finds a box itself, but knows no other mark
-    formulas = _right_answer(plain_numbers.readable(expected if boxed(right) is None else right))
+    expected = plain_numbers.readable(expected if boxed(right) is None else right)
     given = plain_numbers.readable(given)
-    is_formula = boxed(text) is not None or not (has_words(given) or _LATEX.search(given))
+    has_latex = _LATEX.search(given) is not None
+    is_formula = boxed(text) is not None or not (has_words(given) or has_latex)
+    mark = "" if is_formula or has_latex else "$"
+    with_bases = plain_numbers.based(given, mark), plain_numbers.based(expected)
+    if with_bases[0] != given and with_bases[1] != expected:
+        given, expected = with_bases
+    formulas = _right_answer(expected)
     found = _parse(f"\\boxed{{{given}}}" if is_formula else given)
     return float(verify(formulas, found, timeout_seconds=None))
 
