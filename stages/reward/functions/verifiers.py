@@ -22,7 +22,7 @@ from .answers import as_text, boxed, fenced, has_words, is_exactly, marked, scor
 
 _INTEGER = re.compile(r"-?[0-9]{1,15}")
 _BOXED_INTEGER = re.compile(r"\\boxed\{\s*(-?[0-9]{1,15})\s*\}")
-_LATEX = re.compile(r"\$|\\boxed|\\\(|\\\[")
+_LATEX = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 _DATE = re.compile(
     r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}.*|[0-9]{1,2}[/.][0-9]{1,2}[/.][0-9]{2,4}", re.DOTALL
 )
