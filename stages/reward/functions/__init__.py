@@ -397,6 +397,7 @@ FUNCTIONS: dict[str, Shipped] = {
             "all": "true: 1 for all tests, else 0",
             "entry": "the function to call",
             "language": "python",
+            "preamble": "text to run before each program",
             "isolation": "full, or process, which protects less",
             "sandbox_python": "an interpreter with packages",
             "sandbox_url": "a server that runs programs",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quiver.schemas.errors import ResourceError, printable
+from quiver.schemas.errors import ConfigError, ResourceError, printable
 from quiver.stages.core.threads import map_in_threads
 
 from .answers import fenced
@@ -37,6 +37,7 @@ def code(
     all: bool = False,
     entry: str | Sequence[str | None] = "",
     language: str | Sequence[str] = "python",
+    preamble: str = "",
     isolation: str = "full",
     sandbox_python: str = "",
     sandbox_url: str = "",
@@ -70,13 +71,21 @@ def code(
         memory_mib: Memory limit of one test.
         tests: Null gives None.
         entry, language: May be columns.
+        preamble: Python text that is run before each program, for names that it uses without an
+            import. What the harnesses of LeetCode and LiveCodeBench put there is about
+            "from typing import *", the same for collections, math, heapq, bisect, itertools,
+            functools, operator, string and re, and an import of each of these modules by name.
         isolation: See `stages.core.sandbox`.
         sandbox_python: An interpreter with packages to use.
         sandbox_url, sandbox_token: A server that runs the programs, and its token as `env:NAME`.
             See `remote_sandbox`.
 
-    `isolation` and the sandbox's arguments come from the recipe alone. Called on no rows, the
-    function only checks that a sandbox here could run programs, and that a server has a token.
+    In tests that call functions, annotations are never evaluated, so `nums: List[int]` needs no
+    import. A program that is run on stdin is read as Python reads a script.
+
+    `preamble`, `isolation` and the sandbox's arguments come from the recipe alone. Called on no
+    rows, the function only checks that a sandbox here could run programs, that the preamble runs,
+    and that a server has a token.
 
     Ways to game it: Expected outputs stay out of the sandbox, or in a process that the program
     cannot read. So leaving early, patching builtins, printing a verdict or overriding == gains
@@ -90,6 +99,7 @@ def code(
 
     Raises:
         ValueError: The tests cannot be read.
+        ConfigError: The preamble fails by itself.
         SecurityError, ResourceError: From the sandbox.
         RemoteError: From the server.
 
@@ -121,11 +131,14 @@ def code(
         sandbox.check(isolation, sandbox_python)
         run = functools.partial(sandbox.run_program, isolation=isolation, python=sandbox_python)
 
+    if preamble and (num_rows or not sandbox_url):
+        _check_preamble(run(preamble, limits=limits))
+
     def score(row: tuple[str, Tests] | None) -> float | None:
         if row is None:
             return None
         judge = _compare_outputs if row[1].cases else _run_harness
-        passed, total = judge(*row, run, limits, all)
+        passed, total = judge(preamble, *row, run, limits, all)
         return float(passed == total) if all else passed / total
 
     return map_in_threads(score, rows)
@@ -239,10 +252,26 @@ def _read_call(case: dict[str, Any]) -> tuple[list[Any], list[Any]]:
 # -- runs
 
 
+def _check_preamble(finished: Finished) -> None:
+    """Raise ConfigError if the preamble failed: no program is blamed for it."""
+    if finished.exit_code != 0:
+        why = finished.stderr.strip().rpartition("\n")[2] or finished.killed_by or ""
+        raise ConfigError(
+            "reward function code",
+            f"the preamble fails: {printable(why)}",
+            next="correct arguments.preamble, or name an interpreter with its packages in "
+            "arguments.sandbox_python",
+        )
+
+
 def _compare_outputs(
-    program: str, tests: Tests, run: Run, limits: Limits, all: bool
+    preamble: str, program: str, tests: Tests, run: Run, limits: Limits, all: bool
 ) -> tuple[int, int]:
     """Run the program on each stdin. Returns the number of right outputs and of tests."""
+    if preamble:  # apart, so that the program keeps its line numbers and imports of __future__
+        program = "".join(
+            f"exec(compile({text!r}, 'program.py', 'exec'))\n" for text in (preamble, program)
+        )
     passed = 0
     for stdin, expected in tests.cases:
         output_kib = limits.output_kib + len(expected) // 256
@@ -256,7 +285,7 @@ def _compare_outputs(
 
 
 def _run_harness(
-    program: str, tests: Tests, run: Run, limits: Limits, all: bool
+    preamble: str, program: str, tests: Tests, run: Run, limits: Limits, all: bool
 ) -> tuple[int, int]:
     """Run the tests' text or calls in the harness. Returns the number of passed tests and of
     tests."""
@@ -264,7 +293,7 @@ def _run_harness(
         **tests._asdict(),
         "seconds": limits.seconds,
         "all": all,
-        "program": program,
+        "programs": [preamble, program],
         "candidate": (_HARNESS / "candidate.py").read_text("utf-8"),
     }
     # an upper bound for the whole run; the harness times each step

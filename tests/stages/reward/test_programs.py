@@ -138,6 +138,53 @@ def test_calls_of_a_function():
     assert code([add, "print(input())"], by_row, entry=["add", None]) == [1.0, 1.0]
 
 
+LEETCODE = """\
+class Solution:
+    def largest(self, nums: List[int], than: Optional[int] = None) -> int:
+        return max(nums)
+"""
+DATED = """\
+from __future__ import annotations
+from dataclasses import dataclass
+@dataclass
+class Point:
+    x: int
+    y: Missing = 0
+def line():
+    import sys
+    return sys._getframe().f_lineno
+"""
+
+
+def test_annotations_need_no_import():
+    tests = {"fn_name": "largest", "inputs": [[[1, 3, 2]]], "outputs": [3]}
+    fields = [
+        "assert [f for f in Point(1).__dataclass_fields__] == ['x', 'y']",
+        "assert line() == 9",
+    ]
+    texts = ["assert Solution().largest([4]) == 4"]
+    assert code([LEETCODE, LEETCODE, DATED], [tests, texts, fields]) == [1.0] * 3
+    evaluated = LEETCODE.replace(" = None", " = inf")
+    assert code([evaluated], [tests]) == [0.0]
+
+
+def test_a_preamble_stands_before_each_program():
+    preamble = "from math import *\nimport sys\nfrom typing import *"
+    tests = {"fn_name": "largest", "inputs": [[[1, 3, 2]]], "outputs": [3]}
+    evaluated = LEETCODE.replace(" = None", " = inf")
+    lines = ["assert line() == 9", "assert Point(1).y == 0"]
+    assert code([evaluated, DATED], [tests, lines], preamble=preamble) == [1.0, 1.0]
+    printing = DATED + "x: List[int] = [line(), floor(2.5), __name__]\nprint(*x)"
+    right, wrong = ([{"input": "", "output": f"{n} 2 __main__"}] for n in (9, 12))
+    assert code([printing, printing], [right, wrong], preamble=preamble) == [1.0, 0.0]
+    assert code([printing], [right]) == [0.0]
+    for broken in ("import nothing_of_that_name", "x = ("):
+        for completions, columns in (([DOUBLE], [ASSERTS]), ([], [])):
+            with pytest.raises(ConfigError, match=r"the preamble fails: .*Error") as caught:
+                code(completions, columns, preamble=broken)
+            assert "sandbox_python" in caught.value.next
+
+
 STATEMENTS = {
     "one by one": (1.0, DOUBLE, ASSERTS),
     "as text": (1.0, DOUBLE, "\n".join(ASSERTS)),
