@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -54,12 +55,13 @@ def code(
       * A list of {"input": stdin, "output": stdout}, or {"inputs": [...], "outputs": [...]}. The
         program runs once per test and must end with exit code 0. Its output is compared word by
         word, so white space does not count.
-      * The same with an `entry`, the name of a function (or of a method of a class `Solution`). It
-        is called with each input (a list of arguments, or text with one JSON value per line) and
-        must return the output; lists and tuples are equal. Tests may name the function themselves,
-        as "fn_name" or "func_name" in their "metadata"; all tests of a row call the same one. A
-        "testtype" or "type" of "functional" or "function_call" requires a name. As in APPS and
-        TACO, an output that is a list of one item beside a "fn_name" also allows the item alone.
+      * The same with an `entry`, the name of a function, or of a method of a class `Solution`; also
+        written Solution().f. It is called with each input (a list of arguments, or text with one
+        JSON value per line) and must return the output; lists and tuples are equal. Tests may name
+        the function themselves, as "fn_name" or "func_name" in their "metadata"; all tests of a row
+        call the same one. A "testtype" or "type" of "functional" or "function_call" requires a
+        name. As in APPS and TACO, an output that is a list of one item beside a "fn_name" also
+        allows the item alone.
       * Python text, or a list of texts, run top to bottom after the program. Each statement with an
         assert counts, each function `test_…`, and `check(entry)` if they define `check`. Names that
         they do not define are the program's, except builtins. The program may be imported as
@@ -198,13 +200,24 @@ def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
     if not isinstance(column, list) or not column:
         raise ValueError(f"tests must be a list of tests, or text, got {printable(repr(column))}")
     if isinstance(column[0], str):
-        return Tests(entry, "\n".join(column))
+        return Tests(_name_in(entry), "\n".join(column))
     if any(not isinstance(case, dict) or not {"input", "output"} <= set(case) for case in column):
         raise ValueError("a test must have input and output")
     entry = entry or _function_of(column)
     if entry:
-        return Tests(entry, calls=[_read_call(case) for case in column])
+        return Tests(_name_in(entry), calls=[_read_call(case) for case in column])
     return Tests(cases=[(_as_text(case["input"]), _as_text(case["output"])) for case in column])
+
+
+def _name_in(entry: str) -> str:
+    """Return the name of the function or of the method of `Solution` that an entry means."""
+    name = re.sub(r"^Solution(\(\))?\.", "", entry) if isinstance(entry, str) else None
+    if name is None or (entry and not name.isidentifier()):
+        raise ValueError(
+            "entry must be the name of a function, or of a method of Solution, got "
+            + printable(repr(entry))
+        )
+    return name
 
 
 def _function_of(cases: Sequence[dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ program cannot pass by cheating."""
 import doctest
 import functools
 import json
+import math
 import subprocess
 import sys
 
@@ -123,6 +124,7 @@ def test_calls_of_a_function():
     assert code([add, items, "def add(a, b):\n    return 3"], [wrapped] * 3) == [1.0, 1.0, 0.5]
     assert code([add, items], [tests[:1], [{**tests[0], "output": [3]}]], entry="add") == [1.0, 1.0]
     assert code([add, items], [[{"input": [1, 2], "output": [3]}]] * 2, entry="add") == [0.0, 1.0]
+    assert code([method], [[tests[0]]], entry=["Solution().add"]) == [1.0]
     longer = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3, 4]]}
     assert code([add], [longer]) == [0.0]
     pairs = [{"input": [[3, 1]], "output": [[1, 3], {"a": [1]}]}]
@@ -455,6 +457,12 @@ def test_what_can_not_be_a_test_is_an_error_of_the_row_and_null_is_null():
         with pytest.raises(ValueError, match=f"must call one function, got {names}"):
             read_tests(cases)
     assert read_tests([{**functional[0], "testtype": "stdin"}]).cases == [("1\n2", "3")]
+    for entry in ("Solution().double", "Solution.double", "double"):
+        assert read_tests(ASSERTS, entry).entry == "double"
+        assert read_tests({"fn_name": entry, "inputs": [[1]], "outputs": [2]}).entry == "double"
+    for entry in ("Solutions().double", "double(x)", "a.double", "Solution()", math.nan):
+        with pytest.raises(ValueError, match="entry must be the name of a function"):
+            read_tests(ASSERTS, entry)
     with pytest.raises(ValueError, match="language must be python, got rust"):
         code([DOUBLE], [ASSERTS], language=["rust"])
 
