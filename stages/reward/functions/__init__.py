@@ -327,7 +327,7 @@ FUNCTIONS: dict[str, Shipped] = {
         numeric,
         "1 if the completion's number is the column `answer`",
         {"tolerance": "relative, 0 is exact"},
-        version=4,
+        version=5,
         reference="answer",
     ),
     "math": Shipped(

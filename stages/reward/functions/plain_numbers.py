@@ -163,7 +163,8 @@ _NUMBER = re.compile(
     r"(?:\s*+(?:\\times|\\cdot|\*|x)\s*+10\s*+\^\s*+\{?\s*+(?P<ten>[-+]?[0-9]{1,3})\s*+\}?)?"
     r"(?:\^\{?(?P<power>-?[0-9]{1,3})\}?)?"
     r"(?P<percent>\s?%|\s(?:percent|per cent)\b)?"
-    r"(?P<factor>\s*+(?:\*|\\times|\\cdot)?\s*+\\symbol|[xyzni](?!\w)|_\{?[0-9])?"
+    r"(?P<factor>\s*+(?:\*|\\times|\\cdot)?\s*+\\symbol|[xyzni](?!\w)|_\{?[0-9]"
+    r"|(?:\*|\s\*\s)[a-zA-Z](?!\w))?"
     r"|\\symbol(?:\s*+(?:[/*^]|\\times|\\cdot)?\s*+[0-9.]+)*(?P<symbol>)"
 )
 _LITERAL = re.compile(r"[-+−]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
