@@ -31,8 +31,9 @@ from .pool.pool import Pool
 from .pool.scorer import FunctionScorer
 from .servers.dialects import require_named
 
-_COMPLETION = "0"
-"""A completion that every comparing function reads quickly, as a number and as JSON."""
+_COMPLETIONS = ("0", r"\boxed{x}")
+"""Completions that every comparing function reads quickly: a number, which is JSON too, and a
+formula, since an answer may be read only beside one of them."""
 
 
 class Reads(NamedTuple):
@@ -130,14 +131,15 @@ def refusals(config: Config, rows: pa.Table) -> dict[int, tuple[str, str, str]]:
             if outer not in rows.column_names:
                 continue  # a column that the stage adds, such as prompt_text
             alone = function.model_copy(update={"scope": "row", "completions": "text"})
-            batch = {
-                outer: rows[outer].to_pylist(),
-                "completions": [_COMPLETION] * rows.num_rows,
-                "rollout_ids": [None] * rows.num_rows,
-            }
             scorer = FunctionScorer(alone, pool, config.batch_rows)
             scorer.is_told = True  # the errors are returned, so the log need not have them
-            for row, part in enumerate(scorer.score(batch)):
-                if part.error is not None:
-                    refused.setdefault(row, (function.name, column, part.error))
+            for completion in _COMPLETIONS:
+                batch = {
+                    outer: rows[outer].to_pylist(),
+                    "completions": [completion] * rows.num_rows,
+                    "rollout_ids": [None] * rows.num_rows,
+                }
+                for row, part in enumerate(scorer.score(batch)):
+                    if part.error is not None:
+                        refused.setdefault(row, (function.name, column, part.error))
     return refused

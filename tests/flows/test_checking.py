@@ -516,6 +516,14 @@ def test_what_a_reward_prints_is_shown(folder, caplog):
     ]
 
 
+def test_an_answer_that_is_read_beside_numbers_alone_is_an_error(folder):
+    Path("bad.csv").write_text("question,answer\n1+1,2\n2+3,$$5\n2+4,\\$6\n")
+    with pytest.raises(ConfigError, match="the reward function math cannot read it") as caught:
+        check("data.source='bad.csv'", *WHOLE, rewarded("math"))
+    assert caught.value.object == "bad.csv row 2"
+    assert "this affects 1 of the first 3 rows" in caught.value.message
+
+
 def test_an_answer_that_a_shipped_function_cannot_read_is_an_error(folder):
     """Told with its row in the source, whichever rows the run takes first."""
     Path("bad.csv").write_text("question,answer\n1+1,2\n2+2,4\n3+3,NaN\n4+4,n/a\n5+5,10\n")

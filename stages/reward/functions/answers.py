@@ -165,9 +165,15 @@ def number_of(text: str) -> Number | None:
     return found[-1] if found else None
 
 
-def has_words(text: str) -> bool:
-    """True if `text` has letters outside LaTeX commands."""
-    return re.search(r"[^\W\d_]", _COMMAND.sub("", text)) is not None
+def has_words(text: str, variables: bool = False) -> bool:
+    """True if `text` has letters outside LaTeX commands. With `variables`, Latin letters that stand
+    alone, as in 2x + y, are no words.
+
+    >>> has_words("x + 7"), has_words("x + 7", variables=True), has_words("so 7", variables=True)
+    (True, False, True)
+    """
+    word = r"[^\W\d_]{2}|[^\W\d_a-zA-Z]" if variables else r"[^\W\d_]"
+    return re.search(word, _COMMAND.sub("", text)) is not None
 
 
 def _only_number(text: str) -> Number | None:

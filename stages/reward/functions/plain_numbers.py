@@ -84,6 +84,7 @@ _FRACTION = re.compile(
     r"(?:(?P<whole>[0-9])\s?)?\\frac"
     r"\s*\{\s*(?P<above>-?[0-9.,]+)\s*\}\s*\{\s*(?P<below>-?[0-9.]+)\s*\}"
 )
+_BASE = re.compile(r"(-?(?<![0-9A-F.])[0-9A-F.]*[0-9][)}]?)\s*_\s*\{?\s*([0-9]+)\s*\}?")
 _BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _NO_PLAIN_NUMBER = re.compile(
     rf"\\sqrt\s*(?:\[[^\]]*\])?\s*(?:{_BRACES}|[0-9]+|[a-zA-Z]?)"
@@ -162,7 +163,8 @@ _NUMBER = re.compile(
     r"(?:\s*+(?:\\times|\\cdot|\*|x)\s*+10\s*+\^\s*+\{?\s*+(?P<ten>[-+]?[0-9]{1,3})\s*+\}?)?"
     r"(?:\^\{?(?P<power>-?[0-9]{1,3})\}?)?"
     r"(?P<percent>\s?%|\s(?:percent|per cent)\b)?"
-    r"(?P<factor>\s*+(?:\*|\\times|\\cdot)?\s*+\\symbol|[xyzni](?!\w)|_\{?[0-9])?"
+    r"(?P<factor>\s*+(?:\*|\\times|\\cdot)?\s*+\\symbol|[xyzni](?!\w)|_\{?[0-9]"
+    r"|(?:\*|\s\*\s)[a-zA-Z](?!\w))?"
     r"|\\symbol(?:\s*+(?:[/*^]|\\times|\\cdot)?\s*+[0-9.]+)*(?P<symbol>)"
 )
 _LITERAL = re.compile(r"[-+−]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
@@ -222,6 +224,16 @@ def readable(text: str) -> str:
     text = re.sub(r"(?<=[0-9])[eE]([-+]?[0-9]{1,3})(?!\w)", r" \\times 10^{\1}", text)
     text = _EAST_ASIAN.sub(" ", text)
     return text.strip().removesuffix(".")
+
+
+def based(text: str, mark: str = "") -> str:
+    r"""Return `text` with the base of each number as a factor: the LaTeX reader drops subscripts of
+    numbers, so that it would take 12_5 for 12_7. `mark` is put around each such number.
+
+    >>> based("4210_{5}, (11)_2"), based("it is 11_2", "$"), based("x_1")
+    ('4210\\beta_{5}, (11)\\beta_{2}', 'it is $11\\beta_{2}$', 'x_1')
+    """
+    return _BASE.sub(rf"{mark}\1\\beta_{{\2}}{mark}", text)
 
 
 def _with_commands(text: str) -> str:

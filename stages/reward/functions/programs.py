@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quiver.schemas.errors import ResourceError, printable
+from quiver.schemas.errors import ConfigError, ResourceError, printable
 from quiver.stages.core.threads import map_in_threads
 
 from .answers import fenced
@@ -37,6 +38,7 @@ def code(
     all: bool = False,
     entry: str | Sequence[str | None] = "",
     language: str | Sequence[str] = "python",
+    preamble: str = "",
     isolation: str = "full",
     sandbox_python: str = "",
     sandbox_url: str = "",
@@ -53,10 +55,13 @@ def code(
       * A list of {"input": stdin, "output": stdout}, or {"inputs": [...], "outputs": [...]}. The
         program runs once per test and must end with exit code 0. Its output is compared word by
         word, so white space does not count.
-      * The same with an `entry`, the name of a function (or of a method of a class `Solution`). It
-        is called with each input (a list of arguments, or text with one JSON value per line) and
-        must return the output; lists and tuples are equal. A "testtype" of "functional" requires an
-        entry.
+      * The same with an `entry`, the name of a function, or of a method of a class `Solution`; also
+        written Solution().f. It is called with each input (a list of arguments, or text with one
+        JSON value per line) and must return the output; lists and tuples are equal. Tests may name
+        the function themselves, as "fn_name" or "func_name" in their "metadata"; all tests of a row
+        call the same one. A "testtype" or "type" of "functional" or "function_call" requires a
+        name. As in APPS and TACO, an output that is a list of one item beside a "fn_name" also
+        allows the item alone.
       * Python text, or a list of texts, run top to bottom after the program. Each statement with an
         assert counts, each function `test_…`, and `check(entry)` if they define `check`. Names that
         they do not define are the program's, except builtins. The program may be imported as
@@ -68,13 +73,21 @@ def code(
         memory_mib: Memory limit of one test.
         tests: Null gives None.
         entry, language: May be columns.
+        preamble: Python text that is run before each program, for names that it uses without an
+            import. What the harnesses of LeetCode and LiveCodeBench put there is about
+            "from typing import *", the same for collections, math, heapq, bisect, itertools,
+            functools, operator, string and re, and an import of each of these modules by name.
         isolation: See `stages.core.sandbox`.
         sandbox_python: An interpreter with packages to use.
         sandbox_url, sandbox_token: A server that runs the programs, and its token as `env:NAME`.
             See `remote_sandbox`.
 
-    `isolation` and the sandbox's arguments come from the recipe alone. Called on no rows, the
-    function only checks that a sandbox here could run programs, and that a server has a token.
+    In tests that call functions, annotations are never evaluated, so `nums: List[int]` needs no
+    import. A program that is run on stdin is read as Python reads a script.
+
+    `preamble`, `isolation` and the sandbox's arguments come from the recipe alone. Called on no
+    rows, the function only checks that a sandbox here could run programs, that the preamble runs,
+    and that a server has a token.
 
     Ways to game it: Expected outputs stay out of the sandbox, or in a process that the program
     cannot read. So leaving early, patching builtins, printing a verdict or overriding == gains
@@ -88,6 +101,7 @@ def code(
 
     Raises:
         ValueError: The tests cannot be read.
+        ConfigError: The preamble fails by itself.
         SecurityError, ResourceError: From the sandbox.
         RemoteError: From the server.
 
@@ -119,11 +133,14 @@ def code(
         sandbox.check(isolation, sandbox_python)
         run = functools.partial(sandbox.run_program, isolation=isolation, python=sandbox_python)
 
+    if preamble and (num_rows or not sandbox_url):
+        _check_preamble(run(preamble, limits=limits))
+
     def score(row: tuple[str, Tests] | None) -> float | None:
         if row is None:
             return None
         judge = _compare_outputs if row[1].cases else _run_harness
-        passed, total = judge(*row, run, limits, all)
+        passed, total = judge(preamble, *row, run, limits, all)
         return float(passed == total) if all else passed / total
 
     return map_in_threads(score, rows)
@@ -144,12 +161,12 @@ def extract(completion: str) -> str:
 
 
 class Tests(NamedTuple):
-    """The tests of a row: `cases` of stdin and stdout, `calls` of `entry` with arguments and value,
-    or Python `text`."""
+    """The tests of a row: `cases` of stdin and stdout, `calls` of `entry` with arguments and the
+    values that are right, or Python `text`."""
 
     entry: str = ""
     text: str = ""
-    calls: Sequence[tuple[list[Any], Any]] = ()
+    calls: Sequence[tuple[list[Any], list[Any]]] = ()
     cases: Sequence[tuple[str, str]] = ()
 
 
@@ -159,7 +176,7 @@ def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
     >>> read_tests([{"input": "1 2", "output": "3"}]).cases
     [('1 2', '3')]
     >>> read_tests('{"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}').calls
-    [([1, 2], 3)]
+    [([1, 2], [3])]
     """
     if language.lower() not in _PYTHON:
         raise ValueError(
@@ -169,7 +186,6 @@ def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
     if isinstance(column, str) and column.lstrip()[:1] in ("[", "{"):
         column = json.loads(column)
     if isinstance(column, dict):
-        entry = entry or column.get("fn_name") or ""
         inputs, outputs = (column.get(key, column.get(key + "s")) for key in ("input", "output"))
         both = isinstance(inputs, list) and isinstance(outputs, list)
         if not both or len(inputs) != len(outputs):
@@ -178,23 +194,52 @@ def read_tests(column: Any, entry: str = "", language: str = "python") -> Tests:
                 "outputs, as many of each"
             )
         pairs = zip(inputs, outputs, strict=True)
-        column = [{"input": input, "output": output} for input, output in pairs]
+        column = [{**column, "input": input, "output": output} for input, output in pairs]
     if isinstance(column, str):
         column = [column]
     if not isinstance(column, list) or not column:
         raise ValueError(f"tests must be a list of tests, or text, got {printable(repr(column))}")
     if isinstance(column[0], str):
-        return Tests(entry, "\n".join(column))
+        return Tests(_name_in(entry), "\n".join(column))
     if any(not isinstance(case, dict) or not {"input", "output"} <= set(case) for case in column):
         raise ValueError("a test must have input and output")
+    entry = entry or _function_of(column)
     if entry:
-        return Tests(entry, calls=[_read_call(case["input"], case["output"]) for case in column])
-    if any(case.get("testtype") == "functional" for case in column):
+        return Tests(_name_in(entry), calls=[_read_call(case) for case in column])
+    return Tests(cases=[(_as_text(case["input"]), _as_text(case["output"])) for case in column])
+
+
+def _name_in(entry: str) -> str:
+    """Return the name of the function or of the method of `Solution` that an entry means."""
+    name = re.sub(r"^Solution(\(\))?\.", "", entry) if isinstance(entry, str) else None
+    if name is None or (entry and not name.isidentifier()):
         raise ValueError(
-            "tests of the type functional call a function: name it in a column entry, or in "
+            "entry must be the name of a function, or of a method of Solution, got "
+            + printable(repr(entry))
+        )
+    return name
+
+
+def _function_of(cases: Sequence[dict[str, Any]]) -> str:
+    """Return the function that the cases call by name; empty if they are of stdin and stdout."""
+    names, kinds = set(), set()
+    for case in cases:
+        metadata = case.get("metadata")
+        named = metadata.get("func_name") if isinstance(metadata, dict) else None
+        names.add(case.get("fn_name") or named or "")
+        kinds |= {case.get("testtype"), case.get("type")} & {"functional", "function_call"}
+    if len(names) > 1:
+        raise ValueError(
+            "the tests of a row must call one function, got "
+            + ", ".join(printable(repr(name)) for name in sorted(names, key=str))
+        )
+    (name,) = names
+    if kinds and not name:
+        raise ValueError(
+            f"tests of the type {kinds.pop()} call a function: name it in a column entry, or in "
             "arguments.entry"
         )
-    return Tests(cases=[(_as_text(case["input"]), _as_text(case["output"])) for case in column])
+    return name
 
 
 def _as_text(stream: Any) -> str:
@@ -203,25 +248,43 @@ def _as_text(stream: Any) -> str:
     return "\n".join(map(str, stream)) if isinstance(stream, list) else str(stream)
 
 
-def _read_call(input: Any, output: Any) -> tuple[list[Any], Any]:
-    """Return the arguments of a call, and the value that it must return."""
+def _read_call(case: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Return the arguments of a call, and the values of which it must return one."""
+    input, output = case["input"], case["output"]
     if isinstance(input, str):  # then the output is JSON text too
         lines = filter(str.strip, input.splitlines())
-        return [json.loads(line) for line in lines], json.loads(output)
+        return [json.loads(line) for line in lines], [json.loads(output)]
     if not isinstance(input, list):
         raise ValueError(
             f"the input of a call must be a list of arguments, got {printable(repr(input))}"
         )
-    return input, output
+    is_wrapped = case.get("fn_name") and isinstance(output, list) and len(output) == 1
+    return input, [output, *output] if is_wrapped else [output]
 
 
 # -- runs
 
 
+def _check_preamble(finished: Finished) -> None:
+    """Raise ConfigError if the preamble failed: no program is blamed for it."""
+    if finished.exit_code != 0:
+        why = finished.stderr.strip().rpartition("\n")[2] or finished.killed_by or ""
+        raise ConfigError(
+            "reward function code",
+            f"the preamble fails: {printable(why)}",
+            next="correct arguments.preamble, or name an interpreter with its packages in "
+            "arguments.sandbox_python",
+        )
+
+
 def _compare_outputs(
-    program: str, tests: Tests, run: Run, limits: Limits, all: bool
+    preamble: str, program: str, tests: Tests, run: Run, limits: Limits, all: bool
 ) -> tuple[int, int]:
     """Run the program on each stdin. Returns the number of right outputs and of tests."""
+    if preamble:  # apart, so that the program keeps its line numbers and imports of __future__
+        program = "".join(
+            f"exec(compile({text!r}, 'program.py', 'exec'))\n" for text in (preamble, program)
+        )
     passed = 0
     for stdin, expected in tests.cases:
         output_kib = limits.output_kib + len(expected) // 256
@@ -235,7 +298,7 @@ def _compare_outputs(
 
 
 def _run_harness(
-    program: str, tests: Tests, run: Run, limits: Limits, all: bool
+    preamble: str, program: str, tests: Tests, run: Run, limits: Limits, all: bool
 ) -> tuple[int, int]:
     """Run the tests' text or calls in the harness. Returns the number of passed tests and of
     tests."""
@@ -243,7 +306,7 @@ def _run_harness(
         **tests._asdict(),
         "seconds": limits.seconds,
         "all": all,
-        "program": program,
+        "programs": [preamble, program],
         "candidate": (_HARNESS / "candidate.py").read_text("utf-8"),
     }
     # an upper bound for the whole run; the harness times each step

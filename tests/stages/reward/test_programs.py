@@ -4,6 +4,7 @@ program cannot pass by cheating."""
 import doctest
 import functools
 import json
+import math
 import subprocess
 import sys
 
@@ -118,13 +119,72 @@ def test_calls_of_a_function():
     assert code([add, method, "def plus(): pass"], [tests] * 3, entry="add") == [share, share, 0.0]
     named = json.dumps({"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"})
     assert code([add], [named]) == [1.0]
+    wrapped = {"fn_name": "add", "inputs": [[1, 2], [["a"], ["b"]]], "outputs": [[3], [["a", "b"]]]}
+    items = "def add(a, b):\n    return [a + b]\n"
+    assert code([add, items, "def add(a, b):\n    return 3"], [wrapped] * 3) == [1.0, 1.0, 0.5]
+    assert code([add, items], [tests[:1], [{**tests[0], "output": [3]}]], entry="add") == [1.0, 1.0]
+    assert code([add, items], [[{"input": [1, 2], "output": [3]}]] * 2, entry="add") == [0.0, 1.0]
+    assert code([method], [[tests[0]]], entry=["Solution().add"]) == [1.0]
+    longer = {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3, 4]]}
+    assert code([add], [longer]) == [0.0]
     pairs = [{"input": [[3, 1]], "output": [[1, 3], {"a": [1]}]}]
     for value, passed in (("(sorted(x), x)", 0.0), ("tuple(sorted(x))", 1.0)):
         assert code([f"def f(x):\n    return {value}, {{'a': (1,)}}"], [pairs], entry="f") == [
             passed
         ]
+    cases = [{"type": "function_call", "fn_name": "add", **case} for case in tests]
+    metadata = {"testtype": "functional", "metadata": {"func_name": "add"}}
+    inside = [json.dumps(cases), [{**metadata, **case} for case in tests]]
+    assert code([add, method], inside) == [share, share]
     by_row = [tests[:1], [{"input": "x", "output": "x"}]]
     assert code([add, "print(input())"], by_row, entry=["add", None]) == [1.0, 1.0]
+
+
+LEETCODE = """\
+class Solution:
+    def largest(self, nums: List[int], than: Optional[int] = None) -> int:
+        return max(nums)
+"""
+DATED = """\
+from __future__ import annotations
+from dataclasses import dataclass
+@dataclass
+class Point:
+    x: int
+    y: Missing = 0
+def line():
+    import sys
+    return sys._getframe().f_lineno
+"""
+
+
+def test_annotations_need_no_import():
+    tests = {"fn_name": "largest", "inputs": [[[1, 3, 2]]], "outputs": [3]}
+    fields = [
+        "assert [f for f in Point(1).__dataclass_fields__] == ['x', 'y']",
+        "assert line() == 9",
+    ]
+    texts = ["assert Solution().largest([4]) == 4"]
+    assert code([LEETCODE, LEETCODE, DATED], [tests, texts, fields]) == [1.0] * 3
+    evaluated = LEETCODE.replace(" = None", " = inf")
+    assert code([evaluated], [tests]) == [0.0]
+
+
+def test_a_preamble_stands_before_each_program():
+    preamble = "from math import *\nimport sys\nfrom typing import *"
+    tests = {"fn_name": "largest", "inputs": [[[1, 3, 2]]], "outputs": [3]}
+    evaluated = LEETCODE.replace(" = None", " = inf")
+    lines = ["assert line() == 9", "assert Point(1).y == 0"]
+    assert code([evaluated, DATED], [tests, lines], preamble=preamble) == [1.0, 1.0]
+    printing = DATED + "x: List[int] = [line(), floor(2.5), __name__]\nprint(*x)"
+    right, wrong = ([{"input": "", "output": f"{n} 2 __main__"}] for n in (9, 12))
+    assert code([printing, printing], [right, wrong], preamble=preamble) == [1.0, 0.0]
+    assert code([printing], [right]) == [0.0]
+    for broken in ("import nothing_of_that_name", "x = ("):
+        for completions, columns in (([DOUBLE], [ASSERTS]), ([], [])):
+            with pytest.raises(ConfigError, match=r"the preamble fails: .*Error") as caught:
+                code(completions, columns, preamble=broken)
+            assert "sandbox_python" in caught.value.next
 
 
 STATEMENTS = {
@@ -389,8 +449,20 @@ def test_what_can_not_be_a_test_is_an_error_of_the_row_and_null_is_null():
     functional = [{"input": "1\n2", "output": "3", "testtype": "functional"}]
     with pytest.raises(ValueError, match="functional call a function: name it in a column entry"):
         read_tests(functional)
-    assert read_tests(json.dumps(functional), "add").calls == [([1, 2], 3)]
+    assert read_tests(json.dumps(functional), "add").calls == [([1, 2], [3])]
+    with pytest.raises(ValueError, match="function_call call a function"):
+        read_tests({"type": "function_call", "fn_name": None, "inputs": [[1]], "outputs": [1]})
+    two = [{"input": [1], "output": 1, "fn_name": name} for name in ("f", "g")]
+    for cases, names in ((two, "'f', 'g'"), ([two[0], {"input": [1], "output": 1}], "'', 'f'")):
+        with pytest.raises(ValueError, match=f"must call one function, got {names}"):
+            read_tests(cases)
     assert read_tests([{**functional[0], "testtype": "stdin"}]).cases == [("1\n2", "3")]
+    for entry in ("Solution().double", "Solution.double", "double"):
+        assert read_tests(ASSERTS, entry).entry == "double"
+        assert read_tests({"fn_name": entry, "inputs": [[1]], "outputs": [2]}).entry == "double"
+    for entry in ("Solutions().double", "double(x)", "a.double", "Solution()", math.nan):
+        with pytest.raises(ValueError, match="entry must be the name of a function"):
+            read_tests(ASSERTS, entry)
     with pytest.raises(ValueError, match="language must be python, got rust"):
         code([DOUBLE], [ASSERTS], language=["rust"])
 

@@ -11,6 +11,8 @@ counts as the plain value that it derives from (list, dict, int, …), else it i
 operators raise TypeError. So no operator of the program ever sees a test's expectation.
 """
 
+import __future__
+
 import builtins
 import json
 import operator
@@ -266,7 +268,8 @@ def program(read, write):
     sys.modules["solution"] = module
 
     def load(source):
-        exec(compile(source, "solution.py", "exec"), names)
+        # annotations are kept as text, as they may name what the program does not import
+        exec(compile(source, "solution.py", "exec", __future__.annotations.compiler_flag), names)
 
     def entry(name):
         return names[name] if name in names else getattr(module.Solution(), name)

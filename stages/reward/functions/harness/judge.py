@@ -9,10 +9,10 @@ So `assert f(2) == 4` compares plain values here, even if the program changed `=
 own exit. The program may call the functions that a test hands it, and can do nothing else to
 this process.
 
-Stdin: JSON `{"program", "text", "calls", "entry", "seconds", "all", "candidate"}`. The tests are
-`text` or `calls`; `candidate` is the text of candidate.py. Stdout: before the program is loaded,
-the number of tests (or why there are none); then one 1 or 0 per test, as each ends. Verdicts that
-are missing at the end count as failed.
+Stdin: JSON `{"programs", "text", "calls", "entry", "seconds", "all", "candidate"}`. The programs
+are the preamble and the completion's; the tests are `text` or `calls`; `candidate` is the text of
+candidate.py. Stdout: before the program is loaded, the number of tests (or why there are none);
+then one 1 or 0 per test, as each ends. Verdicts that are missing at the end count as failed.
 """
 
 import ast
@@ -100,7 +100,8 @@ def start_program(source):
 def enter(wire, job, names, space):
     """Load the program and give the tests the names that they use of it. They may also import it as
     `solution`."""
-    wire.ask("load", job["program"])
+    for source in job["programs"]:
+        wire.ask("load", source)
     space |= wire.ask("names", sorted(names))
     if job["entry"]:
         space["candidate"] = space[job["entry"]] = wire.ask("entry", job["entry"])
@@ -130,9 +131,10 @@ def attempt(seconds, step, *arguments):
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def compare_value(args, expected, space):
-    """Assert that a call returns the expected value; lists and tuples are equal."""
-    assert same(space["candidate"](*args)) == same(expected), "another value was expected"
+def compare_value(args, right, space):
+    """Assert that a call returns one of the right values; lists and tuples are equal."""
+    value = same(space["candidate"](*args))
+    assert any(value == same(expected) for expected in right), "another value was expected"
 
 
 def same(plain):
