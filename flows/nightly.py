@@ -2,7 +2,8 @@
 
 Look here for the order of a night's steps: new prompts → improve → measure both policies → decide.
 A better policy that moved further than [promotion] allows waits for a person, or is rejected. The
-state of the flow run is named after the decision, and its message says why.
+state of the flow run is named after the decision, and its message says why. A name that was decided
+before, such as that of a second run on one date in UTC, ends in the state "Decided before".
 
 With [promotion] approval the flow run pauses, with a form on its page. No answer in time is a no.
 Programs answer over Prefect's API:
@@ -58,6 +59,8 @@ from .rounds import Iteration
 from .sections import NIGHT
 from .tasks import as_tasks
 
+DECIDED_BEFORE = "Decided before"
+"""Name of the final state if nothing was done."""
 POLL_SECONDS = 5.0
 _SPARE_SECONDS = 300  # Prefect fails a run that is not resumed in time, so our own no comes first.
 log = logging.getLogger("quiver")
@@ -123,7 +126,8 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
     Returns:
         A Prefect state named after the decision. Its data is the object that `quiver nightly
         --json` prints: the night, the decision with its numbers, and the iterations like `quiver
-        run`. There are no iterations if the night was decided before.
+        run`. If the night was decided before, the state is named "Decided before", and there are no
+        iterations.
     """
     tonight = plan_night(recipe, _name(night))
     iterations: list[Iteration] = []
@@ -149,13 +153,17 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
         link_report(recipe.store, recipe.run, recipe.report_url)
         clean_up(recipe.store, recipe.run, recipe.retention)
     why = printable(entry.why, 1000)
-    log.info("%-22s %s: %s", f"nightly {tonight.name}", entry.about["decision"], why)
+    told = f"{entry.about['decision']}: {why}"
+    before = "" if iterations else "decided before, "
+    log.info("%-22s %s%s", f"nightly {tonight.name}", before, told)
     answer = {
         "run": recipe.run,
         "tag": recipe.promotion.tag,
         **payload_of(entry),
         "iterations": [iteration.to_json() for iteration in iterations],
     }
+    if not iterations:
+        return Completed(name=DECIDED_BEFORE, message=told, data=answer)
     # A night that rolled back and then rejected its candidate is called rolled back.
     back = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.rollback_key)
     decision = entry.about["decision"]

@@ -208,9 +208,12 @@ def test_a_night_warns_if_it_may_ask_rows_again(store, nights, caplog, tmp_path)
     assert told(f"data.source={tmp_path}/{{night}}.jsonl") == "", "each night has rows of its own"
 
 
-def test_a_night_that_is_decided_stays_so(store, nights):
+def test_a_night_that_is_decided_stays_so(store, nights, server):
+    """And its state does not announce the decision again."""
     before, entries = names(store), store.history("tiny", "prod")
     assert spend("one", BETTER) == {**nights[0], "iterations": []}
+    told = f"promoted: {nights[0]['why']}"
+    assert states(server)["tiny · nightly one"] == ("Decided before", told)
     assert names(store) == before and store.history("tiny", "prod") == entries
 
 
