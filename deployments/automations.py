@@ -22,6 +22,7 @@ from prefect.events.schemas.deployment_triggers import DeploymentEventTrigger
 from prefect.events.schemas.events import ResourceSpecification
 
 from quiver.flows.look.pages.events import EVENT, MOVED
+from quiver.flows.sections import SIDE_RUNS
 from quiver.schemas.errors import ConfigError, printable
 from quiver.schemas.refs import KINDS, NAME
 
@@ -69,7 +70,7 @@ def on_event(source: str, deployment: str) -> DeploymentEventTrigger:
     time that the tag of `source` = RUN/policy@TAG moves.
 
     Raises ConfigError if `source` has another form, or if the deployment would start itself for
-    ever.
+    ever: at versions of its run or of that run's side runs, and a night at its tag.
     """
     run, slash, dataset = source.partition("/")
     kind, at, tag = dataset.partition("@")
@@ -81,7 +82,9 @@ def on_event(source: str, deployment: str) -> DeploymentEventTrigger:
             problem,
             next="e.g. --on feed/prompts, --on arith/policy@prod",
         )
-    if deployment.partition("/")[2] == run:
+    flow, _, own = deployment.partition("/")
+    is_own = run in (own, *(own + ending for ending in SIDE_RUNS))
+    if is_own and (not tag or flow == "nightly"):  # only a night moves a tag
         raise ConfigError(
             f"--on {printable(source)}",
             f"{deployment} makes these versions itself, so each run would start another",

@@ -12,6 +12,7 @@ A dry run does not show whether anything is learned, how long it takes, or if it
 from __future__ import annotations
 
 import logging
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,10 @@ model rarely goes long without one of them."""
 SMALL_MODEL = "quiver.stages.model.small:make"
 LOT = {"use": "quiver.stages.reward.functions:lot", "weight": 1e-3}
 """A random reward: random models answer nothing right, and equal rewards teach nothing."""
+LOT_NAME = "random_reward_of_dry_run"
+"""Its name, which warnings and errors tell."""
+_READS_STORE = re.compile(r"quiver (?!(check|doctor|engines|keys|rewards) )")
+"""In the next step of an error: a command that would look in the recipe's own store."""
 
 
 def rehearsal(recipe: Recipe, store: str) -> Recipe:
@@ -50,7 +55,7 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
     held_out_sampling = recipe.evaluate.generate.get("sampling", {})
     ends = () if recipe.generate.turns is None else COMMON_LETTERS
     taken = recipe.reward.part_names
-    names = ("lot", *(f"lot_{number}" for number in range(2, len(taken) + 2)))
+    names = (LOT_NAME, *(f"{LOT_NAME}_{number}" for number in range(2, len(taken) + 2)))
     lot = {**LOT, "name": next(name for name in names if name not in taken)}
     engine = {"engine": "transformers", "dtype": "float32"}
     changes = {
@@ -61,8 +66,13 @@ def rehearsal(recipe: Recipe, store: str) -> Recipe:
         "generate": {**engine, "sampling": _short(sampling, ends)},
         "evaluate": {"generate": {**engine, "sampling": _short(held_out_sampling, ends)}},
         "reward": {"functions": [*sections["reward"].get("functions", ()), lot]},
-        # Nearly all answers of the small model are cut off.
-        "optimize": {"on_length": "keep", "processes": None, "critic_from": None, "trackers": []},
+        "optimize": {
+            "on_length": "keep",  # Nearly all answers of the small model are cut off.
+            "mask_counted": False,
+            "processes": None,
+            "critic_from": None,
+            "trackers": [],
+        },
         "reference": {"policy": None},
     }
     if recipe.data.held_out is not None:
@@ -99,6 +109,8 @@ def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
                 _require_whole_episodes(tried.generate, rollouts)
         except QuiverError as error:
             error.state = "the temporary store is deleted; nothing was kept."
+            if _READS_STORE.search(f"{error.next} "):
+                error.next = "correct what the message tells, then repeat the dry run"
             raise
     seconds: dict[str, float] = {}
     for iteration in outcome["iterations"]:

@@ -53,6 +53,8 @@ def json_texts(column: pa.Array) -> pa.Array:
         return column.storage
     if pa.types.is_integer(kind) or pa.types.is_floating(kind):
         texts = column.cast(pa.string())
+        if pa.types.is_floating(kind):  # Arrow writes 1.0 as 1, which readers take for an integer
+            texts = pc.replace_substring_regex(texts, r"^(-?[0-9]+)$", r"\1.0")
         is_finite = pc.is_finite(column)
         return texts if pc.all(is_finite).as_py() else pc.if_else(is_finite, texts, None)
     if pa.types.is_list(kind):

@@ -2,7 +2,8 @@
 
 Look here for the order of a night's steps: new prompts → improve → measure both policies → decide.
 A better policy that moved further than [promotion] allows waits for a person, or is rejected. The
-state of the flow run is named after the decision, and its message says why.
+state of the flow run is named after the decision, and its message says why. A name that was decided
+before, such as that of a second run on one date in UTC, ends in the state "Decided before".
 
 With [promotion] approval the flow run pauses, with a form on its page. No answer in time is a no.
 Programs answer over Prefect's API:
@@ -13,9 +14,11 @@ Programs answer over Prefect's API:
 A night starts from the policy that bears the tag, regardless of the nights in between. So a
 rejected policy is not trained further. It stays in the store, and the tag's history names it with
 the reason. Each night has new rows: `[data]` with a `limit` gives the next rows that no decided
-night has taken, and `{night}` anywhere in [data] is the night's name. A restarted night continues
-at the point where it stopped; a decided night stays decided. Two nights that end at once cannot
-both promote: the tag moves by compare-and-swap from the policy that was compared with.
+night has taken, and `{night}` anywhere in [data] is the night's name. The tag's history keeps only
+the number of the last round. So after another `limit`, `seed` or source, a night may ask rows
+again, and says so in a warning. A restarted night continues at the point where it stopped; a
+decided night stays decided. Two nights that end at once cannot both promote: the tag moves by
+compare-and-swap from the policy that was compared with.
 
     nightly(recipe)                           # tonight, named by its date in UTC
     nightly(recipe, night="2026-11-20")
@@ -53,8 +56,11 @@ from .promotion import decide, entry_of, judge, moved
 from .recipe import Recipe
 from .retention import clean_up
 from .rounds import Iteration
+from .sections import NIGHT
 from .tasks import as_tasks
 
+DECIDED_BEFORE = "Decided before"
+"""Name of the final state if nothing was done."""
 POLL_SECONDS = 5.0
 _SPARE_SECONDS = 300  # Prefect fails a run that is not resumed in time, so our own no comes first.
 log = logging.getLogger("quiver")
@@ -81,6 +87,8 @@ class Night:
     """Number of its first iteration."""
     first_round: int
     """Number of its first round; rounds continue after the rows of the last decided night."""
+    has_own_rows: bool
+    """True if the night's name decides its source."""
 
     @property
     def key(self) -> str:
@@ -118,7 +126,8 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
     Returns:
         A Prefect state named after the decision. Its data is the object that `quiver nightly
         --json` prints: the night, the decision with its numbers, and the iterations like `quiver
-        run`. There are no iterations if the night was decided before.
+        run`. If the night was decided before, the state is named "Decided before", and there are no
+        iterations.
     """
     tonight = plan_night(recipe, _name(night))
     iterations: list[Iteration] = []
@@ -131,6 +140,7 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
                     "another, and evaluates at its end"
                 )
             tonight = replace(tonight, recipe=tonight.recipe.resolved())
+            warn_of_another_order(tonight)
             chain = Chain(tonight.recipe)
             base = chain.import_policy()
             in_use = _policy_in_use(tonight, base)
@@ -143,13 +153,17 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
         link_report(recipe.store, recipe.run, recipe.report_url)
         clean_up(recipe.store, recipe.run, recipe.retention)
     why = printable(entry.why, 1000)
-    log.info("%-22s %s: %s", f"nightly {tonight.name}", entry.about["decision"], why)
+    told = f"{entry.about['decision']}: {why}"
+    before = "" if iterations else "decided before, "
+    log.info("%-22s %s%s", f"nightly {tonight.name}", before, told)
     answer = {
         "run": recipe.run,
         "tag": recipe.promotion.tag,
         **payload_of(entry),
         "iterations": [iteration.to_json() for iteration in iterations],
     }
+    if not iterations:
+        return Completed(name=DECIDED_BEFORE, message=told, data=answer)
     # A night that rolled back and then rejected its candidate is called rolled back.
     back = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.rollback_key)
     decision = entry.about["decision"]
@@ -165,6 +179,7 @@ def plan_night(recipe: Recipe, name: str) -> Night:
     Raises ConfigError if there are no held-out rows, or if a person must approve but no server is
     named.
     """
+    has_own_rows = NIGHT in recipe.data.model_dump_json(exclude={"held_out"})
     recipe = recipe.for_night(name)
     recipe.data.require_held_out()
     if recipe.promotion.approval:
@@ -182,7 +197,43 @@ def plan_night(recipe: Recipe, name: str) -> Night:
         "evaluate": recipe.evaluate.model_copy(update={"every": 0}),
         "overlap": 0,  # The iterations of a night run one after another.
     }
-    return Night(name, recipe.model_copy(update=update), store, first, 1 + max(rounds, default=0))
+    recipe = recipe.model_copy(update=update)
+    return Night(name, recipe, store, first, 1 + max(rounds, default=0), has_own_rows)
+
+
+def _order(night: Night) -> dict[str, Any]:
+    """Return what decides the rows of a round besides its number, by key of the recipe; empty if
+    the night has rows of its own, or asks all of them."""
+    config = night.recipe.prompt_config(night.first_round)
+    if night.has_own_rows or config.limit is None:
+        return {}
+    return {
+        "data.limit": config.limit,
+        "seed": config.seed,
+        "data.source_sha256": config.source_sha256,
+    }
+
+
+def warn_of_another_order(night: Night) -> None:
+    """Warn if the rows of tonight's rounds, whose sources are looked up, are chosen in another
+    order than those of the last decided night."""
+    entries = night.store.history(night.recipe.run, night.recipe.promotion.tag)
+    orders = [entry.about["order"] for entry in entries if entry.about.get("order")]
+    now = _order(night)
+    if not orders or not now or orders[-1] == now:
+        return
+    changed = [
+        f"{key} was {orders[-1].get(key)} and is {value}"
+        for key, value in now.items()
+        if orders[-1].get(key) != value
+    ]
+    log.warning(
+        "%-22s may ask rows again that earlier nights took, since %s: the order of the rows has "
+        "changed, and only the number of rounds is counted on; for new rows, give each night a "
+        "source with {night} in it",
+        f"nightly {night.name}",
+        printable(", ".join(changed), 1000),
+    )
 
 
 def _policy_in_use(night: Night, base: str) -> str:
@@ -264,6 +315,7 @@ def _decide(night: Night, in_use: str, baseline: str, last: Iteration) -> Entry:
         "iteration": recipe.iterations,
         # without it, a later night could not know that [data] refill took more than one each
         "round": last.rounds[-1].number,
+        "order": _order(night),
         "evaluation": evaluation,
         **judgement.numbers,
         "watch": distance.beyond_limits,

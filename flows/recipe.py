@@ -200,6 +200,9 @@ class Recipe(Config):
         for function in self.reward.functions:
             if function.use == "similarity":
                 models.append(str(function.arguments.get("model", ".")))
+        critic = self.optimize.critic_from
+        if critic is not None and "/policy@" not in critic:  # else a version of a store
+            models.append(critic)
         for model in models:
             is_local = Path(os.path.expanduser(model)).exists() or model.startswith("package:")
             if not is_local and not is_function(model):

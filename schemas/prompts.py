@@ -47,7 +47,8 @@ A turn of `quiver_turns` is {text, calls: [{name, arguments}], observation, cut,
 characters of the observation are left out.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
@@ -93,6 +94,8 @@ BEYOND_TEXT = fields.kind_schema(
     ],
 )
 SCHEMAS = fields.by_name(SCHEMA, BEYOND_TEXT)
+_MOST_LISTED_BYTES = 2**20
+"""Of the dropped groups in one manifest, which may have 8 MiB."""
 
 
 def check(table: pa.Table) -> pa.Schema:
@@ -121,6 +124,13 @@ def token_counts(tables: Iterable[pa.Table]) -> dict[str, float]:
     ids = pa.concat_tables(table.select(["prompt_ids"]) for table in tables)["prompt_ids"]
     lengths = pc.list_value_length(ids)
     return {**pc.min_max(lengths).as_py(), "mean": pc.mean(lengths).as_py()}
+
+
+def listed(dropped: Sequence[str]) -> list[str]:
+    """Return the dropped groups that a manifest lists: a curriculum must not ask them again. These
+    are all, or the first ones if their names have more than 1 MiB."""
+    sizes = accumulate(len(group.encode()) for group in dropped)
+    return [group for group, size in zip(dropped, sizes, strict=True) if size <= _MOST_LISTED_BYTES]
 
 
 def most_media(table: pa.Table) -> dict[str, int]:

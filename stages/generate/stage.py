@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from quiver.schemas.prompts import listed
 from quiver.stages.core import plugins
 from quiver.stages.core.run.stage import Plan, Refs
 from quiver.stages.core.store import Store, Version
@@ -42,7 +43,6 @@ from .texts import Texts
 
 STAGE_VERSION = 1
 SHARED = True
-_MOST_LISTED = 1000
 _LEAST_ROOM = 64
 
 
@@ -115,7 +115,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         if "template" in report:
             metrics["template"] = report["template"]
     info, *other_infos = infos or [{"name": config.engine}]
-    metrics |= {"engine": info, "dropped": dropped[:_MOST_LISTED], **unknown_end(plan, policy)}
+    metrics |= {"engine": info, "dropped": listed(dropped), **unknown_end(plan, policy)}
     if other_infos:
         metrics["other_engines"] = other_infos
     if dropped:

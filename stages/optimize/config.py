@@ -295,9 +295,9 @@ class Config(base.Config):
     those up to `critic_warmup_steps` are for algorithms with a critic (ppo); others refuse them."""
     critic_from: str | None = Field(default=None, min_length=1)
     """Start of a critic with its own trunk: a sequence classifier with one label, such as a reward
-    model, on the policy's architecture. A model directory, or one imported into the store,
-    `run/policy@version`. A policy that has a critic continues with that one. Default: a copy of the
-    policy, and a head of zeros."""
+    model, on the policy's architecture. A model directory, a hub id, or one imported into the
+    store, `run/policy@version`. A policy that has a critic continues with that one. Default: a copy
+    of the policy, and a head of zeros."""
     value_coef: float = Field(default=0.1, ge=0)
     """Weight of the critic's loss. With `critic = "model"` it competes with no other term. 0: the
     critic gives values and learns nothing."""

@@ -8,6 +8,7 @@ A curriculum prefers rows with the right difficulty, measured by earlier rewards
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from quiver.stages.core.store import Store, Version
 
 from .config import Config, Curriculum
 
+log = logging.getLogger(__name__)
 NEVER = "not asked"
 WITHIN = "within"
 OUTSIDE = "outside"
@@ -165,6 +167,9 @@ def open_rewards(config: Config, store: Store, refs: str | list[str] | None) -> 
 def _dropped_groups(config: Config, rewards: Version, store: Store) -> list[str]:
     """Return the groups that were too long to be asked in the iteration of `rewards`.
 
+    They are read from manifests, since tables may have expired. Logs a warning if a manifest lists
+    only the first ones.
+
     Raises LineageError if it belongs to another source, whose group ids mean other rows.
     """
     with_expired = store.with_expired()  # a manifest is enough
@@ -175,7 +180,11 @@ def _dropped_groups(config: Config, rewards: Version, store: Store) -> list[str]
         if entry is None:
             break
         manifest = with_expired.open(entry.ref).manifest
-        dropped += manifest.metrics.get(metric, ())
+        listed = manifest.metrics.get(metric, ())
+        if len(listed) < (num_dropped := manifest.status.get("dropped", 0)):
+            message = "%s: %d of %d dropped rows are listed; the others count as not asked"
+            log.warning(message, manifest.ref, len(listed), num_dropped)
+        dropped += listed
     names = ("source_sha256", "group_id", "group_prefix")
     expected = {name: getattr(config, name) for name in names}
     if {name: manifest.config.get(name) for name in names} != expected:

@@ -36,7 +36,6 @@ from .openings import identified, openings_of
 from .order import choose_rows, name_rows, open_rewards
 
 STAGE_VERSION = 1
-_MOST_LISTED = 10_000
 log = logging.getLogger(__name__)
 
 
@@ -132,7 +131,7 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         metrics={
             "prompt_tokens": prompts_kind.token_counts([prompts]),
             "source_rows": source.table.num_rows,
-            "dropped_group_ids": dropped[:_MOST_LISTED],
+            "dropped_group_ids": prompts_kind.listed(dropped),
             **of_assistant,
             **({"curriculum": counts} if counts else {}),
             **({"chat_template": renderer.chat_template} if config.turns else {}),

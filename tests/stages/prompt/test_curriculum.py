@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
+from quiver.schemas import prompts as prompts_kind
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.stages.core.config import parse
 from quiver.stages.core.run.runner import run_stage
@@ -97,6 +98,24 @@ def test_rows_that_were_dropped_are_not_asked_for_ever(store, policy, tmp_path, 
         scored.append(score(store, prompts, 1.0, **drops))
     asked = scored[-1].table()["group_id"].unique().to_pylist()
     assert sorted(map(int, asked)) == [0, 2, 4, 6]
+
+
+def test_more_than_a_thousand_dropped_rows_were_asked(store, policy, tmp_path, monkeypatch, caplog):
+    """Manifests list them, as long as they are short; what a list lacks is told."""
+    source = tmp_path / "rows.jsonl"
+    rows = [{"question": "What is it? " * (20 if n >= 10 else 1)} for n in range(1100)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drops = {"overlong": "drop", "max_model_len": 60, "samples_per_prompt": 1}
+    first = prompts_of(store, str(source), 1, limit=1100)
+    scored = score(store, first, 0.4, **drops)
+    assert counts(prompts_of(store, str(source), 2, scored, limit=1100)) == (0, 10, 1090)
+    assert "are listed" not in caplog.text
+    monkeypatch.setattr(prompts_kind, "_MOST_LISTED_BYTES", 1000)
+    scored = score(store, first, 0.4, **drops, seed=1)
+    not_asked, *_ = counts(prompts_of(store, str(source), 2, scored, limit=1100))
+    assert 0 < not_asked < 1090
+    told = f"tiny/rollouts@2: {1090 - not_asked} of 1090 dropped rows are listed"
+    assert told in caplog.text
 
 
 def test_where_too_few_lie_within_the_others_fill_the_round(store, policy, source):
