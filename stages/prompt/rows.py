@@ -50,6 +50,7 @@ from .chats import (
     read_variables,
     show_media,
     text_of,
+    with_system,
 )
 from .columns import CHUNK
 from .config import Config
@@ -176,10 +177,11 @@ class Renderer:
         # TRL and verl keep chats in a column `prompt`.
         is_chat = bool(config.prompt) and not config.raw_text and isinstance(cell, list)
         if config.messages or is_chat:
+            chat = with_system(cell, config.system)
             with naming_row(name):
-                messages = [
+                messages = [  # numbered as in the row
                     outside.read_message(message, f"message {number}")
-                    for number, message in enumerate(cell)
+                    for number, message in enumerate(chat, len(cell) - len(chat))
                 ]
         elif config.prompt:
             with naming_row(name):
@@ -189,7 +191,7 @@ class Renderer:
                 rendering = self._guard.encode(name, (), [text], lambda texts: texts[0])
                 self._remarks.on_spelled(name, self._guard.spelled_out([text]))
             else:
-                messages = [{"role": "user", "content": text}]
+                messages = with_system([{"role": "user", "content": text}], config.system)
         else:
             no_ids = [id for id in cell if type(id) is not int]
             if no_ids:
@@ -202,8 +204,6 @@ class Renderer:
             valid_ids = [id for id in cell if 0 <= id < self._vocabulary]
             rendering = Rendering(self._guard.decode(valid_ids), cell)
         if messages:
-            if config.system is not None and messages[0]["role"] != "system":
-                messages.insert(0, {"role": "system", "content": config.system})
             messages = show_media(name, messages, {each: len(files[each]) for each in files})
             of_opening = files_in(opening)
             if of_opening:

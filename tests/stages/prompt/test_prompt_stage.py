@@ -75,6 +75,15 @@ def test_a_rows_own_system_message_stays(store, policy, tmp_path):
     assert [row["messages"][0]["content"] for row in prompts] == ["own", "recipe's"]
 
 
+@pytest.mark.parametrize("blank", ["", " \n", None, [], [{"type": "text", "text": " "}]], ids=repr)
+def test_a_blank_system_message_counts_as_missing(store, policy, tmp_path, blank):
+    user = {"role": "user", "content": "A?"}
+    path = write(tmp_path, [{"messages": [{"role": "system", "content": blank}, user]}])
+    (row,) = rows(store, Config(source=path, system="Always box."))
+    assert row["messages"] == [{"role": "system", "content": "Always box."}, user]
+    assert row["prompt_text"].startswith("<|im_start|>system\nAlways box.<|im_end|>\n<|im_start|>u")
+
+
 def test_raw_text_and_ids(store, policy, tmp_path):
     tokenizer = tiny.tokenizer()
     path = write(tmp_path, [{"messages": [{"role": "user", "content": "no"}], "prompt": "a 2?"}])
@@ -360,6 +369,7 @@ BAD = [
     ({}, [{"prompt": "a"}, {"prompt": None}], "000001.*holds null, expected text"),
     ({}, [{"prompt_ids": [5]}, {"prompt_ids": None}], "holds null, expected a list of token ids"),
     ({}, [{"messages": [{"role": "user"}]}], "000000.*message 0 .* expected role and content"),
+    ({"system": "s"}, [{"messages": [{"content": "a"}]}], "message 0 has .'content'.,"),
     ({}, [{"messages": "hi"}], "row 1 column messages: is not JSON: Exp"),
     ({}, [{"messages": None}, {"messages": "[]"}], "messages holds null, expected a list of"),
     ({}, [{"prompt_ids": [1, 320]}], "320 is outside the model's vocabulary of 320"),
