@@ -149,11 +149,6 @@ def _folded(cell: Any) -> Any:
 def about_prompts(prompt: Prompt, source: Data, prompts: Mapping[str, Prompts]) -> Iterator[str]:
     """Yield warnings about prompts and settings that the policy does not see."""
     for section, of_section in prompts.items():
-        if of_section.num_dropped:
-            yield (
-                f"{of_section.num_dropped} of the first {of_section.num_looked_at} prompts of "
-                f"{section} are left out: they have more than {of_section.longest} tokens"
-            )
         if prompt.system is not None and of_section.num_other_system:
             yield (
                 f"prompt.system is not shown in {of_section.num_other_system} of the first "

@@ -128,6 +128,14 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
             next="raise prompt.max_prompt_tokens, lower prompt.reserve_tokens, or take a model "
             "with a longer context",
         )
+    if dropped:
+        log.warning(
+            "%s: %d of %d prompts are left out: they have more than %d tokens",
+            printable(config.source),
+            len(dropped),
+            len(chosen),
+            config.max_prompt_tokens,
+        )
     writer.finish(
         metrics={
             "prompt_tokens": prompts_kind.token_counts([prompts]),

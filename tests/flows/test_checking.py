@@ -207,7 +207,7 @@ def test_prompts_that_are_too_long_are_counted(folder):
     looked = check(*WHOLE, "prompt.overlong='drop'")
     assert looked.answer["prompts"]["data"]["dropped"] == 2
     assert looked.answer["warnings"] == [
-        "2 of the first 5 prompts of data are left out: they have more than 250 tokens"
+        "questions.jsonl: 2 of 5 prompts are left out: they have more than 250 tokens"
     ]
     assert "warning: " + looked.answer["warnings"][0] in looked.lines
 

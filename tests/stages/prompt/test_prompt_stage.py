@@ -324,12 +324,14 @@ def test_too_long_is_an_error_that_names_the_place_in_the_source(store, policy, 
     assert "drop" in caught.value.next
 
 
-def test_dropped_prompts_are_counted_and_listed(store, policy, tmp_path):
+def test_dropped_prompts_are_counted_listed_and_told(store, policy, tmp_path, caplog):
     path = write(tmp_path, [{"prompt": "one"}, {"prompt": "x" * 256}, {"prompt": "two"}])
     version = store.open(run(Config(source=path, overlong="drop"), store))
     assert version.table()["group_id"].to_pylist() == ["000000", "000002"]
     assert version.manifest.metrics["dropped_group_ids"] == ["000001"]
     assert version.manifest.status == {"kept": 2, "dropped": 1}
+    told = f"{path}: 1 of 3 prompts are left out: they have more than 256 tokens"
+    assert told in [record.getMessage() for record in caplog.records]
     with pytest.raises(ConfigError, match="all 3 prompts"):
         run(Config(source=path, overlong="drop", max_prompt_tokens=1), store)
 
