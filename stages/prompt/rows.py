@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -62,6 +63,9 @@ _EXPECTED = {
     "prompt_ids": "a list of token ids, which are whole numbers",
 }
 """Expected cells of each input column."""
+_SECONDS_FOR_OTHERS = 10.0
+"""Time to look for other bad rows after the first one: a broken template may be slow on each."""
+_MOST_NAMED = 5
 _IF_IT_SHOULD = ": the policy never reads it; if it should, set prompt.template to another"
 Prompt = dict[str, Any]
 """A row of prompts/1, without its group and its columns."""
@@ -503,6 +507,8 @@ def render_rows(
     config = renderer.config
     rendered: list[Prompt] = []
     positions: list[int] = []
+    errors: dict[int, ConfigError] = {}
+    deadline = 0.0
     media_columns = {each: table.column(column) for each, column in config.media.items()}
     cells = _input_cells(config, source, rows)
     named = columns_of(config, source.column_names).items()
@@ -512,11 +518,21 @@ def render_rows(
         name = f"prompt {printable(group_id)} (row {row + 1} of {printable(config.source)})"
         media = {each: column[position].as_py() for each, column in media_columns.items()}
         of_row = {role: column[position] for role, column in variables.items()}
-        _require_input(config, name, cell)
-        prompt = renderer.render(name, cell, opening, media, of_row)
+        try:
+            chat = _read_chat(config, row, cell)
+            _require_input(config, name, chat)
+            prompt = renderer.render(name, chat, opening, media, of_row)
+        except ConfigError as error:
+            deadline = deadline if errors else time.monotonic() + _SECONDS_FOR_OTHERS
+            errors[position] = error
+            if time.monotonic() > deadline:
+                break
+            continue
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
             positions.append(position)
+    if errors:
+        raise _with_others(errors, rows[: position + 1])
     table = without_media(table, config)
     if config.turns is not None:  # with the state from which the environment begins again
         texts = [json.dumps(without_files(each), ensure_ascii=False) for each in openings]
@@ -527,8 +543,8 @@ def render_rows(
     if renderer.has_more_members is None:
         renderer.has_more_members = any(
             isinstance(message, dict) and message.get(member) is not None
-            for chat in _input_cells(config, source, chosen)
-            if isinstance(chat, list)
+            for row, cell in zip(chosen, _input_cells(config, source, chosen), strict=True)
+            if isinstance(chat := _read_chat(config, row, cell), list)
             for message in chat
             for member in (*outside.MORE, *outside.THINKING)
         )
@@ -550,22 +566,34 @@ def _require_input(config: Config, name: str, cell: Any) -> None:
         raise bad_row(name, f"column {column} holds {holds}, expected {_EXPECTED[config.input]}")
 
 
+def _with_others(errors: Mapping[int, ConfigError], rows: Sequence[int]) -> ConfigError:
+    """Return the first of `errors`, by position among `rows`, which also names the others."""
+    (first, error), *others = errors.items()
+    if others:
+        numbers = [str(rows[position] + 1) for position, _ in others]
+        more = ", …" if len(numbers) > _MOST_NAMED else ""
+        error.message += (
+            f"; {len(others)} of the {len(rows) - first - 1} rows after it have a problem, too: "
+            f"rows {', '.join(numbers[:_MOST_NAMED])}{more}"
+        )
+    return error
+
+
 def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Iterator[Any]:
-    """Yield the cells that `rows` are rendered from. A chat, or a message in it, may be JSON text.
+    """Yield the cells that `rows` are rendered from."""
+    column = source.column(getattr(config, config.input))
+    for start in range(0, len(rows), CHUNK):
+        yield from without_nulls(column.take(pa.array(rows[start : start + CHUNK], pa.int64())))
+
+
+def _read_chat(config: Config, row: int, cell: Any) -> Any:
+    """Return a cell, parsed if it is a chat and it or its messages are JSON text.
 
     Raises ConfigError.
     """
-    column = source.column(getattr(config, config.input))
-    for start in range(0, len(rows), CHUNK):
-        some_rows = rows[start : start + CHUNK]
-        cells = without_nulls(column.take(pa.array(some_rows, pa.int64())))
-        for row, cell in zip(some_rows, cells, strict=True):
-            place = f"{config.source} row {row + 1} column {config.messages}"
-            yield _read_chat(place, cell) if config.messages else cell
-
-
-def _read_chat(place: str, cell: Any) -> Any:
-    """Return a cell of messages, parsed if it or its messages are JSON text. Raises ConfigError."""
+    if not config.messages:
+        return cell
+    place = f"{config.source} row {row + 1} column {config.messages}"
     if isinstance(cell, str):
         cell = parse_line(cell.encode(), place)
     if not isinstance(cell, list):

@@ -388,6 +388,21 @@ def test_bad_input_is_named(store, policy, tmp_path, options, given, why):
     assert store.numbers("tiny", "prompts") == []
 
 
+def test_an_error_names_the_other_rows_with_a_problem(store, policy, tmp_path):
+    asked = [*"abcdefghi"]
+    asked[2], asked[4], asked[7] = None, "x" * 300, [{"content": "who?"}]
+    with pytest.raises(ConfigError) as caught:
+        run(Config(source=write(tmp_path, [{"prompt": each} for each in asked])), store)
+    assert caught.value.object.startswith("prompt 000002 (row 3 of ")
+    assert caught.value.message == (
+        "column prompt holds null, expected text; 2 of the 6 rows after it have a problem, too: "
+        "rows 5, 8"
+    )
+    path = write(tmp_path, [{"messages": "["}] * 9)
+    with pytest.raises(ConfigError, match=r"row 1 column.*JSON.*8 of the 8 .* 2, 3, 4, 5, 6, …"):
+        run(Config(source=path), store)
+
+
 @pytest.mark.parametrize(
     "options, why",
     [
