@@ -106,6 +106,8 @@ class Renderer:
         if config.prompt_ids and not config.media and checkpoints.modalities(policy):
             self._feature_ids = set(token_ids(policy))
         self._vocabulary = checkpoints.vocabulary_size(policy)
+        self.limited_by, self.way_out = _limit_of(config, policy)
+        """For errors: what else limits the prompts, and how to allow longer ones."""
         self._own_template = template
         self._title = "the policy's chat template"
         """The template's name in messages."""
@@ -475,12 +477,27 @@ class Renderer:
         if self.config.overlong == "error":
             raise ConfigError(
                 name,
-                f"the prompt has {length}, {self.config.max_prompt_tokens} tokens are allowed "
-                f"({self.config.reserve_tokens} are kept for the completion)",
-                next="shorten it (or what its environment says), lower "
-                "generate.sampling.max_tokens, raise prompt.max_prompt_tokens, or set "
+                f"the prompt has {length}, {self.config.max_prompt_tokens} tokens are allowed"
+                f"{self.limited_by}",
+                next=f"shorten it (or what its environment says), {self.way_out}, or set "
                 'prompt.overlong = "drop"',
             )
+
+
+def _limit_of(config: Config, policy: Version) -> tuple[str, str]:
+    """Return in words how the model's context limits the prompts, empty if the recipe does, and the
+    change that allows longer ones."""
+    room = checkpoints.room_for_prompt(policy, config.reserve_tokens)
+    if room is None or config.max_prompt_tokens != room:
+        return "", "raise prompt.max_prompt_tokens"
+    context = checkpoints.context_length(policy)
+    limit = f": the model's context is {context} tokens"
+    if room == context:
+        return limit, "take a model with a longer context"
+    return (
+        f"{limit}, {config.reserve_tokens} are kept for the completion",
+        "lower generate.sampling.max_tokens (prompt.reserve_tokens if set)",
+    )
 
 
 def render_rows(

@@ -312,8 +312,13 @@ def test_too_long_is_an_error_that_names_the_place_in_the_source(store, policy, 
     """Not the place among the rows that were chosen."""
     ids = write(tmp_path, [{"prompt_ids": list(range(3, 259))}], "ids.jsonl")
     assert len(rows(store, Config(source=ids))[0]["prompt_ids"]) == 256
-    with pytest.raises(ConfigError, match="256 tokens, 255 tokens are allowed"):
+    allowed = "256 tokens, 255 tokens are allowed: the model's context is 256 tokens, 1 are kept"
+    with pytest.raises(ConfigError, match=f"(?s){allowed}.*Next: .*lower generate.sampling.max_to"):
         run(Config(source=ids, reserve_tokens=1), store)
+    with pytest.raises(
+        ConfigError, match=r"255 tokens are allowed\nS.*\n.*raise prompt.max_prompt"
+    ):
+        run(Config(source=ids, max_prompt_tokens=255), store)
     with pytest.raises(ConfigError, match="leaves no room"):
         run(Config(source=ids, reserve_tokens=256), store)
     chosen = {"limit": 3, "seed": 5, "round": 2}
@@ -332,6 +337,10 @@ def test_dropped_prompts_are_counted_listed_and_told(store, policy, tmp_path, ca
     assert version.manifest.status == {"kept": 2, "dropped": 1}
     told = f"{path}: 1 of 3 prompts are left out: they have more than 256 tokens"
     assert told in [record.getMessage() for record in caplog.records]
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "x" * 256}))
+    with pytest.raises(ConfigError, match="the 256 tokens allowed: the model's context") as caught:
+        run(Config(source=f"{tmp_path}/long.jsonl", overlong="drop"), store)
+    assert caught.value.next == "shorten them, or take a model with a longer context"
     with pytest.raises(ConfigError, match="all 3 prompts"):
         run(Config(source=path, overlong="drop", max_prompt_tokens=1), store)
 
