@@ -536,9 +536,9 @@ def render_rows(
         media = {each: column[position].as_py() for each, column in media_columns.items()}
         of_row = {role: column[position] for role, column in variables.items()}
         try:
-            chat = _read_chat(config, row, cell)
-            _require_input(config, name, chat)
-            prompt = renderer.render(name, chat, opening, media, of_row)
+            given = _read_cell(config, row, cell)
+            _require_input(config, name, given)
+            prompt = renderer.render(name, given, opening, media, of_row)
         except ConfigError as error:
             deadline = deadline if errors else time.monotonic() + _SECONDS_FOR_OTHERS
             errors[position] = error
@@ -561,7 +561,7 @@ def render_rows(
         renderer.has_more_members = any(
             isinstance(message, dict) and message.get(member) is not None
             for row, cell in zip(chosen, _input_cells(config, source, chosen), strict=True)
-            if isinstance(chat := _read_chat(config, row, cell), list)
+            if isinstance(chat := _read_cell(config, row, cell), list)
             for message in chat
             for member in (*outside.MORE, *outside.THINKING)
         )
@@ -603,11 +603,15 @@ def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Itera
         yield from without_nulls(column.take(pa.array(rows[start : start + CHUNK], pa.int64())))
 
 
-def _read_chat(config: Config, row: int, cell: Any) -> Any:
-    """Return a cell, parsed if it is a chat and it or its messages are JSON text.
+def _read_cell(config: Config, row: int, cell: Any) -> Any:
+    """Return the input in a cell: parsed if it is a chat and it or its messages are JSON text.
 
-    Raises ConfigError.
+    A number of a CSV file is its text, which Python writes as it was in the file. Raises
+    ConfigError.
     """
+    is_csv = config.source.endswith(".csv") and not config.source.startswith("datasets:")
+    if is_csv and config.prompt and isinstance(cell, int | float):
+        return str(cell)
     if not config.messages:
         return cell
     place = f"{config.source} row {row + 1} column {config.messages}"

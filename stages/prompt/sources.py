@@ -9,7 +9,8 @@
 A cell has the Python value that its file says:
 
 * JSON, and rows of a generator: the value from `json.loads` or the generator (`columns.py`).
-* CSV: text, or numbers in a column that holds nothing else (`stages/core/file_rows.py`).
+* CSV: text, or numbers in a column that holds nothing else (`stages/core/file_rows.py`). In the
+  column of prompts, numbers are asked as their text.
 * Parquet, Arrow, Feather, `datasets`: the value from Arrow's `to_pylist`. A map is a dict, the JSON
   of `datasets.Json` is parsed, and a float of 16 or 32 bits is its shortest decimal. A struct has
   all keys of its type, null ones too: Arrow does not store which keys its row had. Such keys are

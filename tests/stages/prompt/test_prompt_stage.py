@@ -96,6 +96,19 @@ def test_raw_text_and_ids(store, policy, tmp_path):
     assert prompts[0]["prompt_text"] == tokenizer.decode([1, 65, 66, 2])
 
 
+def test_numbers_in_the_prompt_column_of_a_csv_file_are_asked_as_text(store, policy, tmp_path):
+    (tmp_path / "rows.csv").write_text("number,answer\n17,seventeen\n2.5,two and a half\n")
+    config = Config(source=str(tmp_path / "rows.csv"), prompt="number")
+    prompts = rows(store, config)
+    assert [row["messages"][0]["content"] for row in prompts] == ["17", "2.5"]
+    assert [row["columns"]["number"] for row in prompts] == [17, 2.5]
+    raw = rows(store, config.model_copy(update={"raw_text": True}))
+    assert [row["prompt_text"] for row in raw] == ["17", "2.5"]
+    path = write(tmp_path, [{"number": 1.50}])
+    with pytest.raises(ConfigError, match="holds a number, expected text"):
+        run(Config(source=path, prompt="number"), store)
+
+
 @pytest.mark.parametrize("kind", ["t5", "bart"])
 def test_an_encoder_has_its_context_to_itself(store, tmp_path, kind):
     policy = tiny.make_policy(store, kind, kind=kind)
