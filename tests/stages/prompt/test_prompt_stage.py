@@ -75,13 +75,16 @@ def test_a_rows_own_system_message_stays(store, policy, tmp_path):
     assert [row["messages"][0]["content"] for row in prompts] == ["own", "recipe's"]
 
 
-@pytest.mark.parametrize("blank", ["", " \n", None, [], [{"type": "text", "text": " "}]], ids=repr)
-def test_a_blank_system_message_counts_as_missing(store, policy, tmp_path, blank):
+def test_a_blank_system_message_counts_as_missing(store, policy, tmp_path):
     user = {"role": "user", "content": "A?"}
-    path = write(tmp_path, [{"messages": [{"role": "system", "content": blank}, user]}])
-    (row,) = rows(store, Config(source=path, system="Always box."))
-    assert row["messages"] == [{"role": "system", "content": "Always box."}, user]
-    assert row["prompt_text"].startswith("<|im_start|>system\nAlways box.<|im_end|>\n<|im_start|>u")
+    blanks = ["", " \n", None, [], [{"type": "text", "text": " "}]]
+    chats = [[{"role": "system", "content": blank}, user] for blank in blanks]
+    path = write(tmp_path, [{"messages": chat} for chat in chats])
+    made = rows(store, Config(source=path, system="Always box."))
+    told = [{"role": "system", "content": "Always box."}, user]
+    assert [row["messages"] for row in made] == [told] * len(blanks)
+    start = "<|im_start|>system\nAlways box.<|im_end|>\n<|im_start|>user\n"
+    assert all(row["prompt_text"].startswith(start) for row in made)
 
 
 def test_raw_text_and_ids(store, policy, tmp_path):
