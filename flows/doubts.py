@@ -65,12 +65,18 @@ def about_rows(sources: Mapping[str, Source], every: int, iterations: int) -> It
                 f"{section}.limit is {source.config.limit}, and the source has {num_rows} rows: "
                 "all of them are asked each time"
             )
-    num_different = len(set(asked["data"]))
-    if 2 * num_different <= len(asked["data"]):
-        yield (
-            f"the {len(asked['data'])} rows of data ask {num_different} different questions: keep "
-            "each once, and set generate.samples_per_prompt to the number of answers to each"
-        )
+    for section, its_questions in asked.items():
+        num_rows, num_different = len(its_questions), len(set(its_questions))
+        if section == "data" and 2 * num_different <= num_rows:
+            yield (
+                f"the {num_rows} rows of data ask {num_different} different questions: keep each "
+                "once, and set generate.samples_per_prompt to the number of answers to each"
+            )
+        elif num_different < num_rows:
+            yield (
+                f"{num_rows - num_different} of the {num_rows} rows of {section} ask the same as "
+                "an earlier row, apart from case and spacing: keep each once"
+            )
     if "data.held_out" not in asked:
         if every:
             yield (
@@ -149,11 +155,6 @@ def _folded(cell: Any) -> Any:
 def about_prompts(prompt: Prompt, source: Data, prompts: Mapping[str, Prompts]) -> Iterator[str]:
     """Yield warnings about prompts and settings that the policy does not see."""
     for section, of_section in prompts.items():
-        if of_section.num_dropped:
-            yield (
-                f"{of_section.num_dropped} of the first {of_section.num_looked_at} prompts of "
-                f"{section} are left out: they have more than {of_section.longest} tokens"
-            )
         if prompt.system is not None and of_section.num_other_system:
             yield (
                 f"prompt.system is not shown in {of_section.num_other_system} of the first "

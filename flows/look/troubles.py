@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from quiver.schemas.manifest import Manifest
 from quiver.stages.turns.statistics import FAILURES, LIMITS, way_to_end
 
 from .episodes import failures_in_words
@@ -49,6 +50,7 @@ def _troubles(iteration: Iteration) -> list[str]:
     """Return a sentence for each kind of trouble, empty if the iteration does not have it."""
     policy = iteration.policy
     rewards = iteration.rewards
+    prompts = next((each for each in iteration.of_kind("prompts") if _dropped(each)), None)
     skipped = metric(policy, "skipped_steps") or 0
     unscored = metric(rewards, "reward_null") or 0
     length_share = iteration.length_share or 0
@@ -57,6 +59,15 @@ def _troubles(iteration: Iteration) -> list[str]:
     clipped = metric(policy, "first_clip_fraction") or 0
     corrected = {"reject": None, "mode": "none", **policy.config_section("correction")}
     return [
+        f"{prompts.ref}: {_dropped(prompts)} of {counted(sum(prompts.status.values()), 'prompt')} "
+        f"left out, because they have more than {prompts.config.get('max_prompt_tokens')} "
+        "tokens: shorten their rows, or take them out of the source."
+        if prompts
+        else "",
+        f"{iteration.rollouts.ref}: {counted(_dropped(iteration.rollouts), 'prompt')} left out, "
+        "because they leave no room for the completion: lower generate.sampling.max_tokens."
+        if iteration.rollouts and _dropped(iteration.rollouts)
+        else "",
         f"{policy.ref}: {counted(skipped, 'optimizer step')} left out, because a loss or gradient "
         "was not finite: lower optimize.learning_rate."
         if skipped
@@ -88,6 +99,11 @@ def _troubles(iteration: Iteration) -> list[str]:
         else "",
         *_troubles_of_episodes(iteration),
     ]
+
+
+def _dropped(version: Manifest) -> int:
+    """Return how many prompts were left out because they are too long."""
+    return version.status.get("dropped", 0)
 
 
 def _troubles_of_episodes(iteration: Iteration) -> list[str]:

@@ -415,6 +415,15 @@ def context_length(version: Version) -> int | None:
     return context_of(model_config(version))
 
 
+def room_for_prompt(version: Version, reserve_tokens: int) -> int | None:
+    """Return the maximum tokens of a prompt that leaves `reserve_tokens` for the completion; None
+    if there is no limit."""
+    context = context_length(version)
+    if context is None or is_encoder_decoder(version):  # its decoder has a context of its own
+        return context
+    return context - reserve_tokens
+
+
 def context_of(config: dict[str, Any]) -> int | None:
     """Return the context length from a model's config.json, or None if it has none."""
     names = ["max_position_embeddings"]

@@ -140,7 +140,8 @@ class TextConfig(Base):
     """Rendering of rows to token ids, and the limits of a prompt's text."""
 
     system: str | None = None
-    """System message put before chats that do not begin with their own."""
+    """System message put before chats that do not begin with their own. It takes the place of one
+    that is blank or null."""
     template: str | None = None
     """File with a jinja chat template. Default: the policy's own."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -50,6 +51,7 @@ from .chats import (
     read_variables,
     show_media,
     text_of,
+    with_system,
 )
 from .columns import CHUNK
 from .config import Config
@@ -61,6 +63,9 @@ _EXPECTED = {
     "prompt_ids": "a list of token ids, which are whole numbers",
 }
 """Expected cells of each input column."""
+_SECONDS_FOR_OTHERS = 10.0
+"""Time to look for other bad rows after the first one: a broken template may be slow on each."""
+_MOST_NAMED = 5
 _IF_IT_SHOULD = ": the policy never reads it; if it should, set prompt.template to another"
 Prompt = dict[str, Any]
 """A row of prompts/1, without its group and its columns."""
@@ -101,6 +106,8 @@ class Renderer:
         if config.prompt_ids and not config.media and checkpoints.modalities(policy):
             self._feature_ids = set(token_ids(policy))
         self._vocabulary = checkpoints.vocabulary_size(policy)
+        self.limited_by, self.way_out = _limit_of(config, policy)
+        """For errors: what else limits the prompts, and how to allow longer ones."""
         self._own_template = template
         self._title = "the policy's chat template"
         """The template's name in messages."""
@@ -176,10 +183,11 @@ class Renderer:
         # TRL and verl keep chats in a column `prompt`.
         is_chat = bool(config.prompt) and not config.raw_text and isinstance(cell, list)
         if config.messages or is_chat:
+            chat = with_system(cell, config.system)
             with naming_row(name):
-                messages = [
+                messages = [  # numbered as in the row
                     outside.read_message(message, f"message {number}")
-                    for number, message in enumerate(cell)
+                    for number, message in enumerate(chat, len(cell) - len(chat))
                 ]
         elif config.prompt:
             with naming_row(name):
@@ -189,7 +197,7 @@ class Renderer:
                 rendering = self._guard.encode(name, (), [text], lambda texts: texts[0])
                 self._remarks.on_spelled(name, self._guard.spelled_out([text]))
             else:
-                messages = [{"role": "user", "content": text}]
+                messages = with_system([{"role": "user", "content": text}], config.system)
         else:
             no_ids = [id for id in cell if type(id) is not int]
             if no_ids:
@@ -202,8 +210,6 @@ class Renderer:
             valid_ids = [id for id in cell if 0 <= id < self._vocabulary]
             rendering = Rendering(self._guard.decode(valid_ids), cell)
         if messages:
-            if config.system is not None and messages[0]["role"] != "system":
-                messages.insert(0, {"role": "system", "content": config.system})
             messages = show_media(name, messages, {each: len(files[each]) for each in files})
             of_opening = files_in(opening)
             if of_opening:
@@ -471,12 +477,27 @@ class Renderer:
         if self.config.overlong == "error":
             raise ConfigError(
                 name,
-                f"the prompt has {length}, {self.config.max_prompt_tokens} tokens are allowed "
-                f"({self.config.reserve_tokens} are kept for the completion)",
-                next="shorten it (or what its environment says), lower "
-                "generate.sampling.max_tokens, raise prompt.max_prompt_tokens, or set "
+                f"the prompt has {length}, {self.config.max_prompt_tokens} tokens are allowed"
+                f"{self.limited_by}",
+                next=f"shorten it (or what its environment says), {self.way_out}, or set "
                 'prompt.overlong = "drop"',
             )
+
+
+def _limit_of(config: Config, policy: Version) -> tuple[str, str]:
+    """Return in words how the model's context limits the prompts, empty if the recipe does, and the
+    change that allows longer ones."""
+    room = checkpoints.room_for_prompt(policy, config.reserve_tokens)
+    if room is None or config.max_prompt_tokens != room:
+        return "", "raise prompt.max_prompt_tokens"
+    context = checkpoints.context_length(policy)
+    limit = f": the model's context is {context} tokens"
+    if room == context:
+        return limit, "take a model with a longer context"
+    return (
+        f"{limit}, {config.reserve_tokens} are kept for the completion",
+        "lower generate.sampling.max_tokens (prompt.reserve_tokens if set)",
+    )
 
 
 def render_rows(
@@ -503,6 +524,8 @@ def render_rows(
     config = renderer.config
     rendered: list[Prompt] = []
     positions: list[int] = []
+    errors: dict[int, ConfigError] = {}
+    deadline = 0.0
     media_columns = {each: table.column(column) for each, column in config.media.items()}
     cells = _input_cells(config, source, rows)
     named = columns_of(config, source.column_names).items()
@@ -512,11 +535,21 @@ def render_rows(
         name = f"prompt {printable(group_id)} (row {row + 1} of {printable(config.source)})"
         media = {each: column[position].as_py() for each, column in media_columns.items()}
         of_row = {role: column[position] for role, column in variables.items()}
-        _require_input(config, name, cell)
-        prompt = renderer.render(name, cell, opening, media, of_row)
+        try:
+            given = _read_cell(config, row, cell)
+            _require_input(config, name, given)
+            prompt = renderer.render(name, given, opening, media, of_row)
+        except ConfigError as error:
+            deadline = deadline if errors else time.monotonic() + _SECONDS_FOR_OTHERS
+            errors[position] = error
+            if time.monotonic() > deadline:
+                break
+            continue
         if prompt is not None:
             rendered.append({"group_id": group_id, **prompt})
             positions.append(position)
+    if errors:
+        raise _with_others(errors, rows[: position + 1])
     table = without_media(table, config)
     if config.turns is not None:  # with the state from which the environment begins again
         texts = [json.dumps(without_files(each), ensure_ascii=False) for each in openings]
@@ -527,8 +560,8 @@ def render_rows(
     if renderer.has_more_members is None:
         renderer.has_more_members = any(
             isinstance(message, dict) and message.get(member) is not None
-            for chat in _input_cells(config, source, chosen)
-            if isinstance(chat, list)
+            for row, cell in zip(chosen, _input_cells(config, source, chosen), strict=True)
+            if isinstance(chat := _read_cell(config, row, cell), list)
             for message in chat
             for member in (*outside.MORE, *outside.THINKING)
         )
@@ -550,22 +583,38 @@ def _require_input(config: Config, name: str, cell: Any) -> None:
         raise bad_row(name, f"column {column} holds {holds}, expected {_EXPECTED[config.input]}")
 
 
-def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Iterator[Any]:
-    """Yield the cells that `rows` are rendered from. A chat, or a message in it, may be JSON text.
+def _with_others(errors: Mapping[int, ConfigError], rows: Sequence[int]) -> ConfigError:
+    """Return the first of `errors`, by position among `rows`, which also names the others."""
+    (first, error), *others = errors.items()
+    if others:
+        numbers = [str(rows[position] + 1) for position, _ in others]
+        more = ", …" if len(numbers) > _MOST_NAMED else ""
+        error.message += (
+            f"; {len(others)} of the {len(rows) - first - 1} rows after it have a problem, too: "
+            f"rows {', '.join(numbers[:_MOST_NAMED])}{more}"
+        )
+    return error
 
-    Raises ConfigError.
-    """
+
+def _input_cells(config: Config, source: pa.Table, rows: Sequence[int]) -> Iterator[Any]:
+    """Yield the cells that `rows` are rendered from."""
     column = source.column(getattr(config, config.input))
     for start in range(0, len(rows), CHUNK):
-        some_rows = rows[start : start + CHUNK]
-        cells = without_nulls(column.take(pa.array(some_rows, pa.int64())))
-        for row, cell in zip(some_rows, cells, strict=True):
-            place = f"{config.source} row {row + 1} column {config.messages}"
-            yield _read_chat(place, cell) if config.messages else cell
+        yield from without_nulls(column.take(pa.array(rows[start : start + CHUNK], pa.int64())))
 
 
-def _read_chat(place: str, cell: Any) -> Any:
-    """Return a cell of messages, parsed if it or its messages are JSON text. Raises ConfigError."""
+def _read_cell(config: Config, row: int, cell: Any) -> Any:
+    """Return the input in a cell: parsed if it is a chat and it or its messages are JSON text.
+
+    A number of a CSV file is its text, which Python writes as it was in the file. Raises
+    ConfigError.
+    """
+    is_csv = config.source.endswith(".csv") and not config.source.startswith("datasets:")
+    if is_csv and config.prompt and isinstance(cell, int | float):
+        return str(cell)
+    if not config.messages:
+        return cell
+    place = f"{config.source} row {row + 1} column {config.messages}"
     if isinstance(cell, str):
         cell = parse_line(cell.encode(), place)
     if not isinstance(cell, list):

@@ -9,7 +9,8 @@
 A cell has the Python value that its file says:
 
 * JSON, and rows of a generator: the value from `json.loads` or the generator (`columns.py`).
-* CSV: text, or numbers in a column that holds nothing else (`stages/core/file_rows.py`).
+* CSV: text, or numbers in a column that holds nothing else (`stages/core/file_rows.py`). In the
+  column of prompts, numbers are asked as their text.
 * Parquet, Arrow, Feather, `datasets`: the value from Arrow's `to_pylist`. A map is a dict, the JSON
   of `datasets.Json` is parsed, and a float of 16 or 32 bits is its shortest decimal. A struct has
   all keys of its type, null ones too: Arrow does not store which keys its row had. Such keys are
@@ -30,6 +31,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
@@ -55,6 +57,8 @@ from .media import hash_with_files
 _MOST_LEVELS = 60  # Arrow can read files with up to 64
 _QUESTIONS = ("question", "prompt", "problem", "query", "instruction")
 """Usual names of columns with a question, the most common first."""
+_AROUND_ROWS = ("data", "rows", "examples", "train")
+"""Usual names of the list of all rows in an object around it."""
 
 
 class Source(NamedTuple):
@@ -86,12 +90,12 @@ def read(config: SourceConfig) -> Source:
     sha256 = ""
     if source.startswith("datasets:"):
         table = _read_dataset(config)
-    elif path.suffix in SUFFIXES:
+    elif path.suffix in SUFFIXES and "://" not in source:
         if not path.is_file():
-            raise bad_source(source, f"there is no file {path.absolute()}")
+            raise bad_source(source, f"there is no file {path.absolute()}{_hint(source)}")
         sha256 = sha256_of(path)
         table = _read_file(path)
-    elif ":" in source:
+    elif ":" in source and "://" not in source:
         function, _ = plugins.load(source, "data.source")
         try:
             rows = enumerate(function(**config.arguments), 1)
@@ -105,7 +109,8 @@ def read(config: SourceConfig) -> Source:
         raise bad_source(
             source,
             f"expected a file ({', '.join(SUFFIXES)}, in lower case and unpacked), datasets:NAME, "
-            "datasets:PATH (a folder that save_to_disk wrote), module:function or file.py:function",
+            "datasets:PATH (a folder that save_to_disk wrote), module:function or file.py:function"
+            f"{_hint(source)}",
         )
     _check(source, table)
     table = plain_table(source, table)
@@ -114,6 +119,19 @@ def read(config: SourceConfig) -> Source:
         sha256 = hash_with_files(table, config, sha256)
     memory.keep({"sha256": sha256, "columns": table.column_names})
     return Source(table, sha256)
+
+
+def _hint(source: str) -> str:
+    """Return what a source that is not there may mean, at the end of an error."""
+    of_hub = re.match(r"(?:hf://datasets/)?([\w.-]+/[\w.-]+)", source)
+    is_name = of_hub and of_hub[0] == source and Path(source).suffix not in SUFFIXES
+    if of_hub and (source.startswith("hf:") or (is_name and not Path(source).parent.exists())):
+        return f"; did you mean datasets:{of_hub[1]}?"
+    if "://" in source:
+        return "; addresses are not read: copy the file to this machine, or write a generator"
+    if any(mark in source for mark in "*?["):
+        return "; only one file is read: join the files, or write a generator that reads them"
+    return ""
 
 
 def _memory(config: SourceConfig) -> Memory:
@@ -157,6 +175,15 @@ def fill_in(config: Config, sha256: str, columns: list[str]) -> Config:
     by_name = {name.strip().lower(): name for name in columns}
     likely = [by_name[name] for name in _QUESTIONS if name in by_name]
     hint = f'; did you mean data.prompt = "{printable(likely[0])}"?' if likely else ""
+    around = next((name for name in _AROUND_ROWS if name in columns), None)
+    is_json = config.source.endswith((".json", ".jsonl"))
+    if around and is_json and not likely and column not in columns:
+        raise ConfigError(
+            f"source {printable(config.source)}",
+            f"has only {column_list}, and no column of questions",
+            next=f"if the rows are in {around}, write that list alone, as an array of objects; if "
+            "not, name a column in data.prompt",
+        )
     if input_name is None:
         keys = " or ".join(f"data.{name}" for name in inputs)
         raise ConfigError(

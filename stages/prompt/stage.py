@@ -123,9 +123,17 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
     if not prompts.num_rows:
         raise ConfigError(
             f"source {printable(config.source)}",
-            f"all {len(dropped)} prompts are longer than {config.max_prompt_tokens} tokens",
-            next="raise prompt.max_prompt_tokens, lower prompt.reserve_tokens, or take a model "
-            "with a longer context",
+            f"all {len(dropped)} prompts are longer than the {config.max_prompt_tokens} tokens "
+            f"allowed{renderer.limited_by}",
+            next=f"shorten them, or {renderer.way_out}",
+        )
+    if dropped:
+        log.warning(
+            "%s: %d of %d prompts are left out: they have more than %d tokens",
+            printable(config.source),
+            len(dropped),
+            len(chosen),
+            config.max_prompt_tokens,
         )
     writer.finish(
         metrics={
@@ -143,12 +151,11 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
 def _longest_prompt(config: Config, policy: Version) -> int | None:
     """Return the maximum tokens of a prompt, by config and model context; None if there is no
     limit."""
-    context = checkpoints.context_length(policy)
-    if context is None:
+    room = checkpoints.room_for_prompt(policy, config.reserve_tokens)
+    if room is None:
         return config.max_prompt_tokens
-    # The decoder of an encoder-decoder model has its own context.
-    room = context - (0 if checkpoints.is_encoder_decoder(policy) else config.reserve_tokens)
     if room < 1:
+        context = checkpoints.context_length(policy)
         raise ConfigError(
             "prompt.reserve_tokens",
             f"{config.reserve_tokens}, by default generate.sampling.max_tokens, leaves no room for "

@@ -207,7 +207,7 @@ def test_prompts_that_are_too_long_are_counted(folder):
     looked = check(*WHOLE, "prompt.overlong='drop'")
     assert looked.answer["prompts"]["data"]["dropped"] == 2
     assert looked.answer["warnings"] == [
-        "2 of the first 5 prompts of data are left out: they have more than 250 tokens"
+        "questions.jsonl: 2 of 5 prompts are left out: they have more than 250 tokens"
     ]
     assert "warning: " + looked.answer["warnings"][0] in looked.lines
 
@@ -797,7 +797,8 @@ def test_a_gpu_that_is_not_seen_here_is_told(folder, monkeypatch):
 
 def test_a_system_prompt_that_chats_do_not_show_is_counted(folder):
     own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "one?"}]
-    write_rows([{"question": chat, "answer": 1} for chat in (own, own[1:], own)])
+    other = [own[0], {"role": "user", "content": "two?"}]
+    write_rows([{"question": chat, "answer": 1} for chat in (own, own[1:], other)])
     assert warnings(*WHOLE, "prompt.system='Be short.'") == [
         "prompt.system is not shown in 2 of the first 3 prompts of data: they are not chats, or "
         "begin with a system message of their own"
@@ -857,6 +858,17 @@ def test_check_warns_of_a_column_that_hides_behind_the_turns_of_episodes(folder)
     Path("env.py").write_text("class Env:\n    def step(self, turn):\n        return None\n")
     (told,) = warnings(*settings, "generate.turns={environment='env.py:Env'}")
     assert told.startswith("data has a column turns, but Quiver gives rewards its own turns")
+
+
+@pytest.mark.parametrize("section", ["data", "data.held_out"])
+def test_rows_that_ask_the_same_as_an_earlier_one_are_counted(folder, section):
+    asked = ["1?", "2?", "3?", " 1?", "4?", "2?", "5?"]
+    rows = [{"question": each, "answer": 1} for each in asked]
+    write_rows(rows, "questions.jsonl" if section == "data" else "held_out.jsonl")
+    assert warnings(*([ALONE] if section == "data" else [])) == [
+        f"2 of the 7 rows of {section} ask the same as an earlier row, apart from case and "
+        "spacing: keep each once"
+    ]
 
 
 def test_rows_that_stand_there_many_times_are_told(folder):

@@ -209,6 +209,13 @@ AT_LIMIT = "25% of the completions ended at the token limit: "
         ("policy", {"first_clip_fraction": 0.25}, {}, "the first step clipped 0.25 of its tokens"),
         ("rewards", {"reward_null": 3}, {}, "3 of 8 rollouts have no reward"),
         ("rewards", {"groups": {"zero_variance": 0.75}}, {}, "in 75% of the groups all rewards"),
+        (
+            "prompts",
+            {},
+            {"kept": 5, "dropped": 3},
+            "3 of 8 prompts left out, because they have more than ",
+        ),
+        ("rollouts", {}, {"dropped": 2}, "2 prompts left out, because they leave no room"),
         ("rollouts", END, CUT, f"{AT_LIMIT}set generate.sampling.stop_token_ids = [7], since"),
         ("rollouts", {}, CUT, f"{AT_LIMIT}raise generate.sampling.max_tokens"),
     ],
@@ -217,14 +224,14 @@ def test_what_somebody_should_look_at(made, which, metrics, status, told):
     """Changed numbers of the last iteration; those of a healthy one say nothing."""
     found = gather(made, "bench")
     last = found.iterations[-1]
-    healthy = getattr(last, which)
+    (healthy,) = last.of_kind(which)
     changed = healthy.model_copy(
         update={"metrics": {**healthy.metrics, **metrics}, "status": status}
     )
     versions = [changed if each is healthy else each for each in last.versions]
     found.iterations[-1] = dataclasses.replace(last, versions=versions)
     page = Page(report.render(made, found))
-    assert f"bench/{which}@2: {told}" in page.words and page.paragraphs("warn") == 1
+    assert f"{healthy.ref}: {told}" in page.words and page.paragraphs("warn") == 1
 
 
 @pytest.mark.parametrize(("reject", "is_told"), [("ratio", True), (None, False)])

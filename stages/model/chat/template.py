@@ -8,7 +8,8 @@ sequence of roles is rendered once with marked contents: as strings, and if a ma
 parts. Messages are then given in the form that shows them.
 
 Some templates show tool calls only beside a null content, or print arguments, which then have to be
-JSON text. The form of calls is learned in the same way.
+JSON text. The form of calls is learned in the same way. So is whether tools need the wrapper
+{"type": "function", "function": …}.
 
     with Template(source, variables) as template:
         messages = [{"role": "user", "content": "3 + four?"}]
@@ -87,6 +88,8 @@ class Template:
         self._variables = variables
         self._seconds = seconds
         self._forms: dict[tuple, _Form] = {}
+        self._wraps_tools: bool | None = None
+        """True if only wrapped tools are shown; None until that is known."""
         self._script = AskedScript(Path(__file__).with_name("jinja_worker.py"), MEMORY)
         try:
             self._ask(name, None)
@@ -253,7 +256,26 @@ class Template:
             thinking = message.get("reasoning_content")
             names = () if thinking is None else ("reasoning", "thinking")  # as templates read it
             shown.append({**message, **dict.fromkeys(names, thinking)})
-        return self._ask(name, {**self._variables, **variables, "messages": shown})
+        given = {**self._variables, **self._with_wrapped_tools(variables), "messages": shown}
+        return self._ask(name, given)
+
+    def _with_wrapped_tools(self, variables: dict[str, Any]) -> dict[str, Any]:
+        """Return `variables` with each bare tool in its wrapper if the template shows no other."""
+        bare = [tool for tool in variables.get("tools") or () if _is_bare(tool)]
+        if not bare or self._wraps_tools is False:
+            return variables
+        if self._wraps_tools is None:
+            self._wraps_tools = False  # the probes are given as they are
+            tool = {"name": _PROBE_TOOL, "description": "", "parameters": {"type": "object"}}
+            question = [{"role": "user", "content": "?"}]
+            as_is, wrapped = (
+                self._render_or_none(self._name, question, {"tools": [probe]}) or ""
+                for probe in (tool, _wrapped(tool))
+            )
+            self._wraps_tools = _PROBE_TOOL in wrapped and _PROBE_TOOL not in as_is
+            return self._with_wrapped_tools(variables)
+        tools = [_wrapped(tool) if _is_bare(tool) else tool for tool in variables["tools"]]
+        return {**variables, "tools": tools}
 
     def _ask(self, name: str, variables: dict[str, Any] | None) -> str:
         question = {"template": self.source, "seconds": self._seconds, "variables": variables}
@@ -268,6 +290,14 @@ class Template:
                 next="correct the template or the row",
             )
         return text
+
+
+def _is_bare(tool: Any) -> bool:
+    return isinstance(tool, dict) and "name" in tool and "function" not in tool
+
+
+def _wrapped(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": tool}
 
 
 def _with_calls(messages: Messages, form: _CallForm) -> Messages:

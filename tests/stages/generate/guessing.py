@@ -58,7 +58,7 @@ class Guess:
             raise RuntimeError("the dice are lost")
         if self.broken == f"shape {self.level}":
             return {"messages": [["user", "higher"]]}
-        guess = int(turn.text) if turn.text.isdigit() else -1
+        guess = int(turn.text) if turn.text.isdecimal() else -1
         if guess == self.number:
             return {"text": "right", "reward": 1.0, "done": True}
         hint = "higher" if guess < self.number else "lower"

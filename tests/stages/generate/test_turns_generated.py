@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -63,6 +64,14 @@ def run(store, policy, names, prompts=None, **changed) -> Version:
     if prompts is None:
         prompts = guessing.render(store, policy, names, arguments=given.turns.arguments)
     return store.open(stage_run(given, store, prompts=prompts.ref, policy=policy.ref))
+
+
+def test_the_game_takes_a_digit_that_is_no_decimal_for_a_wrong_guess():
+    names = {}
+    exec(guessing.GAME, names)
+    game = names["Guess"]()
+    game.reset(5, 3, 1)
+    assert game.step(SimpleNamespace(text="²"))["text"] == "higher"
 
 
 def rows_of(version: Version) -> list[dict]:

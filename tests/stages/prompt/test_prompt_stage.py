@@ -75,6 +75,18 @@ def test_a_rows_own_system_message_stays(store, policy, tmp_path):
     assert [row["messages"][0]["content"] for row in prompts] == ["own", "recipe's"]
 
 
+def test_a_blank_system_message_counts_as_missing(store, policy, tmp_path):
+    user = {"role": "user", "content": "A?"}
+    blanks = ["", " \n", None, [], [{"type": "text", "text": " "}]]
+    chats = [[{"role": "system", "content": blank}, user] for blank in blanks]
+    path = write(tmp_path, [{"messages": chat} for chat in chats])
+    made = rows(store, Config(source=path, system="Always box."))
+    told = [{"role": "system", "content": "Always box."}, user]
+    assert [row["messages"] for row in made] == [told] * len(blanks)
+    start = "<|im_start|>system\nAlways box.<|im_end|>\n<|im_start|>user\n"
+    assert all(row["prompt_text"].startswith(start) for row in made)
+
+
 def test_raw_text_and_ids(store, policy, tmp_path):
     tokenizer = tiny.tokenizer()
     path = write(tmp_path, [{"messages": [{"role": "user", "content": "no"}], "prompt": "a 2?"}])
@@ -85,6 +97,19 @@ def test_raw_text_and_ids(store, policy, tmp_path):
     prompts = rows(store, Config(source=path))
     assert [row["prompt_ids"] for row in prompts] == [[1, 65, 66, 2], [7]]
     assert prompts[0]["prompt_text"] == tokenizer.decode([1, 65, 66, 2])
+
+
+def test_numbers_in_the_prompt_column_of_a_csv_file_are_asked_as_text(store, policy, tmp_path):
+    (tmp_path / "rows.csv").write_text("number,answer\n17,seventeen\n2.5,two and a half\n")
+    config = Config(source=str(tmp_path / "rows.csv"), prompt="number")
+    prompts = rows(store, config)
+    assert [row["messages"][0]["content"] for row in prompts] == ["17", "2.5"]
+    assert [row["columns"]["number"] for row in prompts] == [17, 2.5]
+    raw = rows(store, config.model_copy(update={"raw_text": True}))
+    assert [row["prompt_text"] for row in raw] == ["17", "2.5"]
+    path = write(tmp_path, [{"number": 1.50}])
+    with pytest.raises(ConfigError, match="holds a number, expected text"):
+        run(Config(source=path, prompt="number"), store)
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
@@ -303,8 +328,13 @@ def test_too_long_is_an_error_that_names_the_place_in_the_source(store, policy, 
     """Not the place among the rows that were chosen."""
     ids = write(tmp_path, [{"prompt_ids": list(range(3, 259))}], "ids.jsonl")
     assert len(rows(store, Config(source=ids))[0]["prompt_ids"]) == 256
-    with pytest.raises(ConfigError, match="256 tokens, 255 tokens are allowed"):
+    allowed = "256 tokens, 255 tokens are allowed: the model's context is 256 tokens, 1 are kept"
+    with pytest.raises(ConfigError, match=f"(?s){allowed}.*Next: .*lower generate.sampling.max_to"):
         run(Config(source=ids, reserve_tokens=1), store)
+    with pytest.raises(
+        ConfigError, match=r"255 tokens are allowed\nS.*\n.*raise prompt.max_prompt"
+    ):
+        run(Config(source=ids, max_prompt_tokens=255), store)
     with pytest.raises(ConfigError, match="leaves no room"):
         run(Config(source=ids, reserve_tokens=256), store)
     chosen = {"limit": 3, "seed": 5, "round": 2}
@@ -315,12 +345,18 @@ def test_too_long_is_an_error_that_names_the_place_in_the_source(store, policy, 
     assert "drop" in caught.value.next
 
 
-def test_dropped_prompts_are_counted_and_listed(store, policy, tmp_path):
+def test_dropped_prompts_are_counted_listed_and_told(store, policy, tmp_path, caplog):
     path = write(tmp_path, [{"prompt": "one"}, {"prompt": "x" * 256}, {"prompt": "two"}])
     version = store.open(run(Config(source=path, overlong="drop"), store))
     assert version.table()["group_id"].to_pylist() == ["000000", "000002"]
     assert version.manifest.metrics["dropped_group_ids"] == ["000001"]
     assert version.manifest.status == {"kept": 2, "dropped": 1}
+    told = f"{path}: 1 of 3 prompts are left out: they have more than 256 tokens"
+    assert told in [record.getMessage() for record in caplog.records]
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "x" * 256}))
+    with pytest.raises(ConfigError, match="the 256 tokens allowed: the model's context") as caught:
+        run(Config(source=f"{tmp_path}/long.jsonl", overlong="drop"), store)
+    assert caught.value.next == "shorten them, or take a model with a longer context"
     with pytest.raises(ConfigError, match="all 3 prompts"):
         run(Config(source=path, overlong="drop", max_prompt_tokens=1), store)
 
@@ -360,6 +396,7 @@ BAD = [
     ({}, [{"prompt": "a"}, {"prompt": None}], "000001.*holds null, expected text"),
     ({}, [{"prompt_ids": [5]}, {"prompt_ids": None}], "holds null, expected a list of token ids"),
     ({}, [{"messages": [{"role": "user"}]}], "000000.*message 0 .* expected role and content"),
+    ({"system": "s"}, [{"messages": [{"content": "a"}]}], "message 0 has .'content'.,"),
     ({}, [{"messages": "hi"}], "row 1 column messages: is not JSON: Exp"),
     ({}, [{"messages": None}, {"messages": "[]"}], "messages holds null, expected a list of"),
     ({}, [{"prompt_ids": [1, 320]}], "320 is outside the model's vocabulary of 320"),
@@ -374,6 +411,21 @@ def test_bad_input_is_named(store, policy, tmp_path, options, given, why):
     with pytest.raises(ConfigError, match=f"(?s){why}"):
         run(Config(source=write(tmp_path, given), **options), store)
     assert store.numbers("tiny", "prompts") == []
+
+
+def test_an_error_names_the_other_rows_with_a_problem(store, policy, tmp_path):
+    asked = [*"abcdefghi"]
+    asked[2], asked[4], asked[7] = None, "x" * 300, [{"content": "who?"}]
+    with pytest.raises(ConfigError) as caught:
+        run(Config(source=write(tmp_path, [{"prompt": each} for each in asked])), store)
+    assert caught.value.object.startswith("prompt 000002 (row 3 of ")
+    assert caught.value.message == (
+        "column prompt holds null, expected text; 2 of the 6 rows after it have a problem, too: "
+        "rows 5, 8"
+    )
+    path = write(tmp_path, [{"messages": "["}] * 9)
+    with pytest.raises(ConfigError, match=r"row 1 column.*JSON.*8 of the 8 .* 2, 3, 4, 5, 6, …"):
+        run(Config(source=path), store)
 
 
 @pytest.mark.parametrize(

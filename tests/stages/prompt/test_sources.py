@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from quiver.schemas.errors import ConfigError
-from quiver.stages.prompt import sources
+from quiver.stages.prompt import sources, stage
 from quiver.stages.turns import trajectories
 
 
@@ -98,6 +98,11 @@ def test_a_generator_is_hashed_by_its_rows(tmp_path, monkeypatch):
         ("rows.txt", "expected a file"),
         ("folder", r"datasets:PATH \(a folder that save_to_disk wrote\)"),
         ("none.jsonl", "there is no file"),
+        ("openai/gsm8k", r"function; did you mean datasets:openai/gsm8k\?"),
+        ("hf://datasets/o/n/rows.parquet", r"function; did you mean datasets:o/n\?"),
+        ("hf://datasets/o/n@main", r"function; did you mean datasets:o/n\?"),
+        ("s3://b/rows.jsonl", r"function; addresses are not read: copy the file to this machine"),
+        ("d/*.parquet", "there is no file .*; only one file is read: .* a generator"),
     ],
 )
 def test_what_is_not_there_is_named(tmp_path, monkeypatch, source, why):
@@ -106,6 +111,14 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch, source, why):
     (tmp_path / "broken.py").write_text("def (")
     with pytest.raises(ConfigError, match=why):
         read(source)
+
+
+@pytest.mark.parametrize("given", [{}, {"prompt": "question"}])
+def test_rows_inside_of_an_object_are_told(tmp_path, given):
+    path = tmp_path / "rows.json"
+    path.write_text('{"version": 1, "data": [{"question": "a"}]}')
+    with pytest.raises(ConfigError, match=r"(?s)has only version, data.*rows are in data, write"):
+        stage.resolve(stage.Config(source=str(path), **given))
 
 
 GOOD = b'{"q": "fine"}\n'

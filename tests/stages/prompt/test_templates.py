@@ -485,6 +485,31 @@ def test_tools_of_a_row_that_the_template_does_not_show_are_told_of(policy, capl
     assert "does not show the tools of column tools" in warnings(caplog)[0]
 
 
+READS_WRAPPER = "{% for t in tools or [] %}{{ t.function.name + '(' }}{% endfor %}" + tiny.CHATML
+
+
+@pytest.mark.parametrize(
+    "text", [READS_WRAPPER, READS_WRAPPER.replace("or []", "or [] if t.function")]
+)
+def test_bare_tools_get_their_wrapper_if_the_template_needs_it(qwen3, text, caplog):
+    """Otherwise they are rendered as transformers renders them."""
+    chat, bare = [user("18 degrees?")], WEATHER["function"]
+    with opened(qwen3, text) as renderer:
+        for tools in ([bare], [WEATHER, bare]):
+            prompt = renderer.render("row", chat, variables={"tools": tools})
+            assert prompt["prompt_text"].startswith("weather(" * len(tools) + "<|im_start|>")
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "mistral"])
+def test_bare_tools_stay_bare_if_the_template_shows_them(policy_of, family):
+    policy, tokenizer = policy_of(family)
+    chat, tools = [user("18 degrees?")], [WEATHER["function"]]
+    with opened(policy) as renderer:
+        prompt = renderer.render("row", chat, variables={"tools": tools})
+    assert prompt["prompt_ids"] == expected(tokenizer, chat, tools)
+
+
 def test_tools_may_be_json_text():
     read = RowVariables([WEATHER], {})
     for cell in ([WEATHER], json.dumps([WEATHER]), [json.dumps(WEATHER)]):

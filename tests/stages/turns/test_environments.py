@@ -519,6 +519,7 @@ def test_the_game_of_the_document_is_played(tmp_path):
     hints[number] = "right"
     assert [step.text for step in steps] == hints
     assert [step.reward for step in steps] == [float(guess == number) for guess in range(3)]
+    assert environment.step(Turn("²")).text == "higher", "a digit that is no decimal"
 
 
 TONE = sound.tone(440, 0.1)
