@@ -80,6 +80,9 @@ IN_SECTIONS = {
     "critic.model.path": "optimize.critic_from",
     "model.path": "policy.model",
     "rollout.name": "generate.engine",
+    "rollout.temperature": "generate.sampling.temperature",
+    "rollout.top_k": "generate.sampling.top_k",
+    "rollout.top_p": "generate.sampling.top_p",
 }
 """The same for names that mean something else without verl's section."""
 
