@@ -27,7 +27,7 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.core.files import write_bytes
-from quiver.stages.core.plugins import fingerprint
+from quiver.stages.core.plugins import fingerprint, imports_above
 from quiver.stages.core.threads import parse_python
 from quiver.stages.core.user_cache import cache_folder
 
@@ -44,6 +44,7 @@ _Definitions = dict[str, tuple[Any, str]]
 
 def as_file(function: Callable[..., Any]) -> str:
     """Return `file.py:function` for a function; one that an importable file defines stays there.
+    It is `module:function` if that file imports from above its folder, as files of packages may.
 
     Raises ConfigError if it has no source, uses something that a file cannot hold, or there is no
     home folder to write into.
@@ -59,7 +60,8 @@ def as_file(function: Callable[..., Any]) -> str:
     path = getattr(module, "__file__", None)
     # a function below a decorator has the name of the decorated one
     if path and function.__module__ != "__main__" and getattr(module, name, None) is function:
-        return f"{path}:{name}"
+        needs_package = imports_above(Path(path))
+        return f"{function.__module__ if needs_package else path}:{name}"
     definitions: _Definitions = {}
     _define_function(function, definitions)
     # annotations are not evaluated, so what they name is not needed

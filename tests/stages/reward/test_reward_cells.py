@@ -12,6 +12,7 @@ import pytest
 import quiver
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.from_cell import as_file
+from quiver.stages.core.plugins import load
 from quiver.stages.reward.config import Config
 from tests import episodes
 from tests.writing import run_here
@@ -311,6 +312,29 @@ def test_equal_values_of_one_name_are_one(in_cell):
 def test_a_function_of_a_module_is_named_there():
     (function,) = Config(functions=[episodes.even_ids]).functions
     assert (function.use, function.name) == (f"{episodes.__file__}:even_ids", "even_ids")
+
+
+def test_a_function_that_needs_its_package_is_named_by_its_module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in {
+        "shared": "WORTH = 3.0\n",
+        "rewards/alone": "def score(completions, **_): return [1.0 for _ in completions]\n",
+        "rewards/within": "from ..shared import WORTH\nfrom .alone import score as alone\n"
+        "def score(completions, **_): return [WORTH * one for one in alone(completions)]\n",
+        "rewards/beside": "from .within import score as within\n"
+        "def score(completions, **_): return within(completions)\n",
+    }.items():
+        file = tmp_path / f"my_package/{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    for name, named in (
+        ("alone", f"{tmp_path}/my_package/rewards/alone.py:score"),
+        ("within", "my_package.rewards.within:score"),
+        ("beside", "my_package.rewards.beside:score"),
+    ):
+        function = importlib.import_module(f"my_package.rewards.{name}").score
+        assert as_file(function) == named
+        assert load(named, "field")[0](["a"]) == function(["a"])
 
 
 DECORATED = """
