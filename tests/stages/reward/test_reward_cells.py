@@ -1,6 +1,7 @@
 """Rewards by functions of a notebook: their source is a file, and its hash decides."""
 
 import importlib
+import json
 import linecache
 import runpy
 import subprocess
@@ -13,6 +14,9 @@ import quiver
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.from_cell import as_file
 from quiver.stages.core.plugins import load
+from quiver.stages.core.run import runner
+from quiver.stages.core.run.call import Call
+from quiver.stages.core.run.runner import find_or_make
 from quiver.stages.reward.config import Config
 from tests import episodes
 from tests.writing import run_here
@@ -66,6 +70,29 @@ def test_a_cells_function_scores_and_an_edit_scores_anew(store, sample, in_cell)
     (entry,) = store.open("arith/rewards@1").manifest.config["functions"]
     text = Path(entry["use"].rpartition(":")[0]).read_text()
     assert entry["use"].endswith("/score.py:score") and "def bad" not in text
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_dict_may_hold_what_a_config_may(store, sample, in_cell, monkeypatch, in_process):
+    """A function, and a path; what JSON cannot hold is refused."""
+    monkeypatch.setattr(runner, "run_call", lambda call: find_or_make(Call(**json_copy(call))))
+    rollouts = sample([["1", "a 22"]], {"answer": ["1"]}).ref
+    entry = {"use": in_cell(CELL)["score"], "arguments": {"place": Path("x")}}
+
+    def scored(config) -> str:
+        how = {"rollouts": rollouts, "in_process": in_process}
+        return str(quiver.run_stage("reward", config, store, **how))
+
+    assert scored({"functions": [entry]}) == "arith/rewards@1"
+    assert scored(Config(functions=[entry])) == "arith/rewards@1"
+    for config in ({"functions": [entry | {"arguments": {"by": print}}]}, {"surplus": 1}):
+        with pytest.raises(ConfigError, match="stage reward"):
+            scored(config)
+
+
+def json_copy(call: Call) -> dict:
+    """The fields of a call, as another process reads them."""
+    return json.loads(json.dumps(call.to_json())) | {"where": call.where}
 
 
 def test_what_no_file_can_hold_is_refused(in_cell):
