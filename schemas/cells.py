@@ -59,6 +59,7 @@ class Cells(pa.ExtensionType):
         return CellScalar
 
 
+_SPECIAL = (Cells, pa.JsonType, pa.MapType)
 pa.register_extension_type(Cells(pa.string()))
 
 
@@ -128,6 +129,35 @@ def without_nulls(column: pa.ChunkedArray) -> list[Any]:
         if not holds(kind, pa.types.is_struct):
             return stored
     return [to_python(cell, kind, keep_nulls=False) for cell in stored]
+
+
+def stored(table: pa.Table) -> pa.Table:
+    """Return `table` for libraries that know Arrow's plain types alone: JSON as its text, and maps
+    as lists of `key` and `value`. Other columns stay as they are."""
+    for at, field in enumerate(table.schema):
+        if holds(field.type, lambda kind: isinstance(kind, _SPECIAL)):
+            plain = field.with_type(_plain(field.type))
+            table = table.set_column(at, plain, table.column(at).cast(plain.type))
+    return table
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    """Return the type of a column of type `kind` in `stored`."""
+    if isinstance(kind, Cells | pa.JsonType):
+        return _plain(kind.storage_type)
+    inner = [kind.field(at) for at in range(kind.num_fields)]
+    inner = [field.with_type(_plain(field.type)) for field in inner]
+    if isinstance(kind, pa.StructType):
+        return pa.struct(inner)
+    if isinstance(kind, pa.MapType):
+        pair = {"key": _plain(kind.key_type), "value": _plain(kind.item_type)}
+        return pa.list_(pa.struct(pair))
+    if isinstance(kind, pa.FixedSizeListType):
+        return pa.list_(inner[0], kind.list_size)
+    if isinstance(kind, _LISTS):
+        large = isinstance(kind, pa.LargeListType | pa.LargeListViewType)
+        return pa.large_list(inner[0]) if large else pa.list_(inner[0])
+    return kind
 
 
 def holds(kind: pa.DataType, test: Callable[[pa.DataType], bool]) -> bool:

@@ -5,13 +5,15 @@
 The file holds the function's source and what it uses: imports, other functions of the notebook, and
 plain constants. Its name holds the hash of this text. Comments in it hold the hashes of imported
 modules, but for installed ones: an edited one gives another file. What does not fit is refused: a
-decorator, an object, or one name with two values. Not of the spine.
+decorator, an object, one name with two values, a default that is another one in the file, or a
+source that is not the one that runs. Not of the spine.
 """
 
 from __future__ import annotations
 import __future__
 
 import ast
+import bisect
 import dis
 import hashlib
 import inspect
@@ -25,11 +27,13 @@ from typing import Any
 
 from quiver.schemas.errors import ConfigError, printable
 from quiver.stages.core.files import write_bytes
-from quiver.stages.core.plugins import fingerprint
+from quiver.stages.core.plugins import fingerprint, imports_above
 from quiver.stages.core.threads import parse_python
 from quiver.stages.core.user_cache import cache_folder
 
 _PLAIN = (str, int, float, bool, type(None), list, tuple, dict)
+_FUTURES = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _OF_EACH_FILE = {*vars(types.ModuleType("")), "__builtins__", "__file__", "__annotations__"}
 """Names that each file has of its own."""
@@ -40,6 +44,7 @@ _Definitions = dict[str, tuple[Any, str]]
 
 def as_file(function: Callable[..., Any]) -> str:
     """Return `file.py:function` for a function; one that an importable file defines stays there.
+    It is `module:function` if that file imports from above its folder, as files of packages may.
 
     Raises ConfigError if it has no source, uses something that a file cannot hold, or there is no
     home folder to write into.
@@ -51,18 +56,25 @@ def as_file(function: Callable[..., Any]) -> str:
             "expected a function that def defines",
             next="write it as a def in the cell: def score(completions, **columns)",
         )
-    path = getattr(sys.modules.get(function.__module__), "__file__", None)
-    if path and function.__module__ != "__main__" and function.__qualname__ == name:
-        return f"{path}:{name}"
+    module = sys.modules.get(function.__module__)
+    path = getattr(module, "__file__", None)
+    # a function below a decorator has the name of the decorated one
+    if path and function.__module__ != "__main__" and getattr(module, name, None) is function:
+        needs_package = imports_above(Path(path))
+        return f"{function.__module__ if needs_package else path}:{name}"
     definitions: _Definitions = {}
     _define_function(function, definitions)
     # annotations are not evaluated, so what they name is not needed
     parts = ["from __future__ import annotations", *(source for _, source in definitions.values())]
     text = "\n\n".join(parts)
+    made: dict[str, Any] = {"__name__": name}
     try:
-        exec(compile(text, f"{name}.py", "exec"), {"__name__": name})
+        exec(compile(text, f"{name}.py", "exec"), made)
     except Exception as error:
         raise _refused(function, f"its file cannot be imported: {error!r}") from error
+    for own_name, (used, _) in definitions.items():
+        if isinstance(used, types.FunctionType):
+            _require_same_defaults(used, made[own_name], definitions)
     cache = cache_folder("functions")
     if cache is None:
         raise ConfigError(f"function {name}", "there is no home folder for its file", next=_HOW)
@@ -128,11 +140,15 @@ def _define_function(function: types.FunctionType, definitions: _Definitions) ->
 
 
 def _source_of(function: types.FunctionType) -> str:
-    """Return the source of a function. Raises ConfigError unless it is one def without decorators:
-    the source of a decorated function may be another one's."""
+    """Return the source of a function. Raises ConfigError unless it is one def without decorators,
+    and that of the code that runs: inspect may find another function's, or an edited one."""
     try:
-        source = textwrap.dedent(inspect.getsource(function))
+        written = inspect.getsource(function)
+        source = textwrap.dedent(written)
         (definition,) = parse_python(source).body
+        if source != written and not _is_of(definition, function):
+            source = f"if True:\n{written}"  # a text of several lines keeps its indentation
+            definition = parse_python(source).body[0].body[0]
     except (OSError, SyntaxError, ValueError):
         raise _refused(function, "its source cannot be read") from None
     is_def = isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -140,17 +156,83 @@ def _source_of(function: types.FunctionType) -> str:
         raise _refused(function, "its source is not a def of this name")
     if definition.decorator_list:
         raise _refused(function, "has a decorator")
+    if not _is_of(definition, function):
+        raise _refused(function, "its source differs from what runs; it may be edited since")
     return source
+
+
+def _is_of(definition: ast.stmt, function: types.FunctionType) -> bool:
+    """Return True if a definition gives the function's code, among the same enclosing names."""
+    code = function.__code__
+    outer = parse_python(f"def _({', '.join(code.co_freevars)}): pass")
+    outer.body[0].body = [definition]
+    compiled = compile(outer, "", "exec", flags=code.co_flags & _FUTURES, dont_inherit=True)
+    return any(_does(inner) == _does(code) for inner in _codes(compiled))
+
+
+def _does(code: types.CodeType) -> tuple[Any, ...]:
+    """Return what code does, but for its place in a file, and for how Python calls a method: that
+    depends on the imports beside the function."""
+    steps = [
+        step
+        for step in dis.get_instructions(code)
+        if step.opname not in ("PUSH_NULL", "EXTENDED_ARG")
+    ]
+    offsets = [step.offset for step in steps]
+    done: list[tuple[str, Any]] = []
+    for step in steps:
+        value = step.argval
+        if step.opcode in _JUMPS:
+            value = bisect.bisect_left(offsets, value)
+        does = _does(value) if isinstance(value, types.CodeType) else repr(value)
+        done.append((step.opname.replace("METHOD", "ATTR"), does))
+    arguments = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
+    return (code.co_name, code.co_varnames, arguments, done)
+
+
+def _require_same_defaults(
+    function: types.FunctionType, made: types.FunctionType, definitions: _Definitions
+) -> None:
+    """Raise ConfigError unless the function made from the file has the function's defaults: those
+    in the file are computed anew, from the values that names have now."""
+    in_file = inspect.signature(made, follow_wrapped=False).parameters
+    for name, parameter in inspect.signature(function, follow_wrapped=False).parameters.items():
+        if not _is_same(parameter.default, in_file[name].default, definitions):
+            problem = f"its default of {printable(name)} is another one in a file"
+            raise _refused(function, problem)
+
+
+def _is_same(default: Any, made: Any, definitions: _Definitions) -> bool:
+    """Return True if a default and the one made from the file are certainly the same."""
+    if default is made:
+        return True
+    if type(default) is not type(made):
+        return False
+    if isinstance(made, types.FunctionType):
+        if made.__name__ in definitions:
+            return definitions[made.__name__][0] is default
+        has_values = default.__closure__ or default.__defaults__ or default.__kwdefaults__
+        return not has_values and _does(default.__code__) == _does(made.__code__)  # lambdas
+    try:
+        return bool(default == made) and repr(default) == repr(made)
+    except Exception:  # arrays, say, compare to many answers
+        return False
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield code, and the code inside it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _codes(inner)
 
 
 def _read_by(code: types.CodeType, operations: tuple[str, ...]) -> Iterator[str]:
     """Yield the names that code, and code inside it, reads by some operations."""
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in operations:
-            yield instruction.argval
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _read_by(inner, operations)
+    for inner in _codes(code):
+        for instruction in dis.get_instructions(inner):
+            if instruction.opname in operations:
+                yield instruction.argval
 
 
 def _import_of(name: str, used: Any, user: types.FunctionType, attributes: set[str]) -> str:

@@ -5,6 +5,7 @@ Only a recipe may name code; a path is never taken from data.
 * `module:function` is imported as Python does, with the working directory at the end of `sys.path`.
 * The folder of a `file.py` acts as a package, with or without `__init__.py`. The file imports what
   lies beside it by relative name, `from .helper import x`, so helpers of two folders never meet.
+  `from ..helper import x`, from above the folder, is refused: it needs `module:function`.
 * The hash covers the file and the `.py` files beside it that its import statements name, those that
   these name, and so on, with the folder's `__init__.py`. Other folders are not covered, nor module
   names computed at run time.
@@ -25,6 +26,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import shlex
 import struct
 import sys
@@ -65,7 +67,7 @@ def load(name: str, field: str, kind: type = Callable) -> tuple[Any, str]:
     if holder.endswith(".py"):
         # The name says where the file lies, so a pool process that a plugin starts finds it too.
         places = (quote(os.fsencode(place), "/") for place in (path.parent, path.stem))
-        module_name = ".".join([__name__, *(place.replace(".", "%2E") for place in places)])
+        module_name = ".".join([_BELOW, *(place.replace(".", "%2E") for place in places)])
     with _loading:
         try:
             _forget_changed(path, module_name)
@@ -197,6 +199,12 @@ def _imported_names(source: bytes) -> frozenset[str]:
     return frozenset(names)
 
 
+def imports_above(path: Path) -> bool:
+    """Return True if `path`, or a file beside it that it imports, seems to import from above the
+    folder, which `file.py:function` cannot do."""
+    return any(_FROM_ABOVE.search(source.read_bytes()) for source in _sources(path))
+
+
 def _forget_changed(path: Path, module_name: str) -> None:
     """Make all files of the folder be imported again if `path`, or one that it names, has changed.
 
@@ -252,7 +260,9 @@ def _not_importable(
     command = ["python", holder] if holder.endswith(".py") else ["python", "-c", f"import {holder}"]
     next_step = shlex.join(command)
     missing = getattr(error, "name", None)
-    if path and missing and path.with_name(f"{missing}.py").is_file():
+    if isinstance(missing, str) and _ABOVE in missing.split("."):
+        next_step = "name it by its module: package.module:function"
+    elif path and missing and path.with_name(f"{missing}.py").is_file():
         next_step = f"import the file beside it by relative name: from .{missing} import …"
     return ConfigError(
         f"{field} {printable(holder)}",
@@ -265,6 +275,11 @@ def _not_importable(
 
 __path__: list[str] = []
 """Makes this module act as a package; `_Folders` alone finds the packages below it."""
+_ABOVE = "^"
+_BELOW = ".".join([__name__, *[_ABOVE] * 8])
+"""The package of all folders. An import from above a folder ends at one of these empty packages,
+and never at modules of ours."""
+_FROM_ABOVE = re.compile(rb"^\s*from\s*\.\.", re.MULTILINE)
 
 
 class _Folders:
@@ -274,7 +289,11 @@ class _Folders:
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if not name.startswith(f"{__name__}."):
             return None
-        places = name.removeprefix(f"{__name__}.").partition(".")
+        if f"{_BELOW}.".startswith(f"{name}."):
+            return ModuleSpec(name, None, is_package=True)
+        if not name.startswith(f"{_BELOW}./"):  # folders have their whole path
+            raise ImportError("a file cannot import from above its folder", name=name)
+        places = name.removeprefix(f"{_BELOW}.").partition(".")
         folder, _, stem = (os.fsdecode(unquote_to_bytes(place)) for place in places)
         file = Path(folder, f"{stem or '__init__'}.py")
         locations = None if stem else [folder]

@@ -190,7 +190,7 @@ def with_base(config: Lora | None, store: Store, inputs: dict[str, Version]) -> 
     if base is None:
         return {"base": policy, **inputs}
     saved = parse(Lora, policy.manifest.config_section("lora"), f"{policy.ref} lora")
-    for_life = Lora.model_fields.keys() - {"save"}
+    for_life = [name for name in Lora.model_fields if name != "save"]
     changed = [name for name in for_life if _comparable(config, name) != _comparable(saved, name)]
     if changed:
         expected = ", ".join(f"{name} = {getattr(saved, name)}" for name in changed)

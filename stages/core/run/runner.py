@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quiver.schemas.errors import BusyError, ConfigError
+from quiver.schemas.errors import BusyError, ConfigError, printable
 from quiver.schemas.refs import Ref
 from quiver.stages.core.config import Config, parse
 from quiver.stages.core.store import Store, Version
@@ -174,7 +174,17 @@ def run_stage(
         BusyError: another process does the same work, and they do not share it.
     """
     opened = store if isinstance(store, Store) else Store(store)
-    fields = config.model_dump(mode="json") if isinstance(config, Config) else dict(config)
+    if not isinstance(config, Config):
+        config = parse(load_stage(stage).Config, dict(config), f"stage {stage}")
+    try:
+        # what was left out stays so: a stage may fill it in
+        fields = config.model_dump(mode="json", exclude_unset=True)
+    except ValueError as error:
+        raise ConfigError(
+            f"stage {stage}",
+            f"its config is not plain data: {printable(error)}",
+            next="give texts, numbers, lists and tables alone",
+        ) from None
     texts = {
         role: [str(one) for one in ref]
         if isinstance(ref, list | tuple) and not isinstance(ref, Ref)

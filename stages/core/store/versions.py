@@ -46,13 +46,15 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from quiver.schemas import metrics, refs
+from quiver.schemas import cells, metrics, refs
 from quiver.schemas.errors import (
     ConfigError,
     CorruptError,
     LineageError,
     QuiverError,
+    did_you_mean,
     printable,
+    quoted_name,
     reason,
 )
 from quiver.schemas.manifest import FORMAT, FileEntry, Manifest, from_json
@@ -287,7 +289,10 @@ class Version:
         """Read one file that was verified."""
         try:
             shard = read_table(self._storage, f"{self.manifest.prefix}/{entry.name}")
+            self._require_columns(columns or [], shard.column_names)
             shard = shard.select(columns) if columns else shard
+        except QuiverError:
+            raise
         except FileNotFoundError:
             raise self.missing(entry.name) from None
         except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
@@ -296,12 +301,28 @@ class Version:
             raise self.corrupt(entry.name, f"expected {entry.rows} rows, found {shard.num_rows}")
         return shard
 
+    def _require_columns(self, asked: list[str], names: list[str]) -> None:
+        """Raise ConfigError for a column that neither the file nor the kind has."""
+        known = {*names, *schema_module(self.ref.kind).SCHEMA.names}
+        for name in asked:
+            if name not in known:
+                listed = f"; it has {', '.join(names)}"
+                raise ConfigError(
+                    str(self.ref),
+                    f"has no column {quoted_name(name)}{did_you_mean(name, names, listed)}",
+                    next="correct the name",
+                )
+
     def to_datasets(self) -> datasets.Dataset:
-        """Return the same rows as a `datasets.Dataset` over the mapped files, without a copy."""
+        """Return the same rows as a `datasets.Dataset` over the mapped files, without a copy.
+
+        Cells of JSON are its text, and maps are lists of their keys and values.
+        """
         import datasets
         from datasets.table import InMemoryTable
 
-        return datasets.Dataset(InMemoryTable(self.table().replace_schema_metadata(None)))
+        table = cells.stored(self.table()).replace_schema_metadata(None)
+        return datasets.Dataset(InMemoryTable(table))
 
 
 class Store:

@@ -99,6 +99,34 @@ def test_a_file_beside_it_is_imported_by_relative_name(tmp_path):
     assert caught.value.next.endswith("from .helper import …")
 
 
+@pytest.mark.parametrize(
+    "statement",
+    ["from .. import load as NUMBER", "from ..helper import NUMBER", "from ...config import parse"],
+)
+@pytest.mark.parametrize("file", ["mine.py", "deep/one.py"])
+def test_an_import_from_above_the_folder_is_refused(project, statement, file):
+    """It would find modules of ours, or folders of the working directory."""
+    write(project, {"helper.py": "NUMBER = 1\n", "helper/__init__.py": "NUMBER = 1\n"})
+    function = "\n\ndef f():\n    return 1\n"
+    if "/" in file:
+        statement = statement.replace("from ", "from .")
+        write(project, {"folder/mine.py": "from .deep.one import f\n"})
+    write(project, {f"folder/{file}": statement + function})
+    with pytest.raises(ConfigError, match="from above its folder") as caught:
+        load("folder/mine.py:f", "field")
+    assert caught.value.next == "name it by its module: package.module:function"
+    tried = f"try:\n    {statement}\nexcept ImportError:\n    pass"
+    write(project, {f"folder/{file}": tried + function})
+    assert load("folder/mine.py:f", "field")[0]() == 1
+
+
+def test_a_folder_below_may_import_from_the_folder(project):
+    code = "from ..helper import NUMBER\n\ndef f():\n    return NUMBER\n"
+    write(project, {"helper.py": "NUMBER = 1\n", "deep/one.py": code})
+    write(project, {"mine.py": "from .deep.one import f\n"})
+    assert load("mine.py:f", "field")[0]() == 1
+
+
 class Raising(types.ModuleType):
     """A module that raises whatever it is asked for, as lazy ones may."""
 

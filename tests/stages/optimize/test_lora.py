@@ -277,6 +277,10 @@ def test_another_adapter_than_the_checkpoints_is_refused(train):
         ({"rank": 8}, "its adapter has rank = 4, the recipe asks for rank = 8"),
         ({"alpha": 24}, "its adapter has alpha = 12, the recipe asks for alpha = 24"),
         ({"target_modules": ["q_proj"]}, "asks for target_modules = ['q_proj']"),
+        (
+            {"target_modules": ["q_proj"], "alpha": 24, "rank": 8},
+            "asks for rank = 8, alpha = 24, target_modules = ['q_proj']",
+        ),
     ):
         with pytest.raises(ConfigError) as caught:
             train(_again(lora={**SMALL, **changed}), start=first)

@@ -1,5 +1,7 @@
 """Rewards by functions of a notebook: their source is a file, and its hash decides."""
 
+import importlib
+import json
 import linecache
 import runpy
 import subprocess
@@ -11,6 +13,10 @@ import pytest
 import quiver
 from quiver.schemas.errors import ConfigError
 from quiver.stages.core.from_cell import as_file
+from quiver.stages.core.plugins import load
+from quiver.stages.core.run import runner
+from quiver.stages.core.run.call import Call
+from quiver.stages.core.run.runner import find_or_make
 from quiver.stages.reward.config import Config
 from tests import episodes
 from tests.writing import run_here
@@ -64,6 +70,29 @@ def test_a_cells_function_scores_and_an_edit_scores_anew(store, sample, in_cell)
     (entry,) = store.open("arith/rewards@1").manifest.config["functions"]
     text = Path(entry["use"].rpartition(":")[0]).read_text()
     assert entry["use"].endswith("/score.py:score") and "def bad" not in text
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_dict_may_hold_what_a_config_may(store, sample, in_cell, monkeypatch, in_process):
+    """A function, and a path; what JSON cannot hold is refused."""
+    monkeypatch.setattr(runner, "run_call", lambda call: find_or_make(Call(**json_copy(call))))
+    rollouts = sample([["1", "a 22"]], {"answer": ["1"]}).ref
+    entry = {"use": in_cell(CELL)["score"], "arguments": {"place": Path("x")}}
+
+    def scored(config) -> str:
+        how = {"rollouts": rollouts, "in_process": in_process}
+        return str(quiver.run_stage("reward", config, store, **how))
+
+    assert scored({"functions": [entry]}) == "arith/rewards@1"
+    assert scored(Config(functions=[entry])) == "arith/rewards@1"
+    for config in ({"functions": [entry | {"arguments": {"by": print}}]}, {"surplus": 1}):
+        with pytest.raises(ConfigError, match="stage reward"):
+            scored(config)
+
+
+def json_copy(call: Call) -> dict:
+    """The fields of a call, as another process reads them."""
+    return json.loads(json.dumps(call.to_json())) | {"where": call.where}
 
 
 def test_what_no_file_can_hold_is_refused(in_cell):
@@ -205,6 +234,92 @@ def early():
 """
 
 
+CHANGING = """
+limit = 5
+def score(completions, most=limit, *, more=(limit, [1.0]), **_):
+    return [float(len(text) <= most + more[0]) for text in completions]
+
+def helper(text, most=limit):
+    return len(text) <= most
+
+def through_helper(completions, **_):
+    return [helper(text) for text in completions]
+
+def helping(completions, help=helper, **_):
+    return [help(text) for text in completions]
+
+def loose(completions, key=lambda text: len(text) - limit, **_):
+    return [key(text) for text in completions]
+
+def edges(completions, least=float("-inf"), **_):
+    return [float(least < len(text)) for text in completions]
+
+each = []
+for limit in (1, 2):
+    def one(completions, limit=limit, **_):
+        return [float(len(text) <= limit) for text in completions]
+    each.append(one)
+
+def make(limit):
+    def enclosed(completions, most=limit, **_):
+        return [float(len(text) <= most) for text in completions]
+    return enclosed
+
+enclosed = make(3)
+
+if True:
+    def indented(completions, **_):
+        '''Compare.
+
+        With text of several lines.'''
+        wanted = '''a
+        b'''
+        return [float(text == wanted) for text in completions]
+
+def annotated(completions: list[str], **_) -> list[float]:
+    def inner(text: str) -> float:
+        return float(len(text))
+    return [*map(inner, completions)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("score", "its default of most is another one in a file"),
+        ("through_helper", "function helper: its default of most"),
+        ("first", "its default of limit"),
+        ("enclosed", "its default of most"),
+    ],
+)
+def test_a_default_that_a_file_would_change_is_refused(in_cell, name, problem):
+    names = in_cell(CHANGING)
+    names["first"] = names["each"][0]
+    with pytest.raises(ConfigError, match=problem):
+        as_file(names[name])
+    names["limit"] = 5
+    assert as_file(names["score"])
+
+
+@pytest.mark.parametrize("name", ["indented", "annotated", "one", "edges", "helping", "loose"])
+def test_a_file_scores_as_the_cell_does(in_cell, name):
+    """With texts of several lines, annotations, and defaults that have kept their value."""
+    names = in_cell(CHANGING)
+    names["limit"] = 5 if name == "helping" else 2
+    texts = ["a\n        b", "a\nb", "a"]
+    path, _, _ = as_file(names[name]).rpartition(":")
+    assert runpy.run_path(path)[name](texts) == names[name](texts)
+
+
+def test_a_source_that_is_edited_after_it_ran_is_refused(in_cell):
+    names = in_cell(CELL)
+    lines = linecache.cache[names["digits"].__code__.co_filename][2]
+    at = next(at for at, line in enumerate(lines) if "[0-9]" in line)
+    lines[at] = lines[at].replace("[0-9]", "[1-9]")
+    with pytest.raises(ConfigError, match="function digits: its source differs from what runs"):
+        as_file(names["score"])
+
+
 def test_names_with_two_underscores_are_kept(in_cell):
     path, _, name = as_file(in_cell(UNDERSCORES)["score"]).rpartition(":")
     assert runpy.run_path(path, run_name="score")[name]([" a "]) == [6.0]
@@ -224,3 +339,53 @@ def test_equal_values_of_one_name_are_one(in_cell):
 def test_a_function_of_a_module_is_named_there():
     (function,) = Config(functions=[episodes.even_ids]).functions
     assert (function.use, function.name) == (f"{episodes.__file__}:even_ids", "even_ids")
+
+
+def test_a_function_that_needs_its_package_is_named_by_its_module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text in {
+        "shared": "WORTH = 3.0\n",
+        "rewards/alone": "def score(completions, **_): return [1.0 for _ in completions]\n",
+        "rewards/within": "from ..shared import WORTH\nfrom .alone import score as alone\n"
+        "def score(completions, **_): return [WORTH * one for one in alone(completions)]\n",
+        "rewards/beside": "from .within import score as within\n"
+        "def score(completions, **_): return within(completions)\n",
+    }.items():
+        file = tmp_path / f"my_package/{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    for name, named in (
+        ("alone", f"{tmp_path}/my_package/rewards/alone.py:score"),
+        ("within", "my_package.rewards.within:score"),
+        ("beside", "my_package.rewards.beside:score"),
+    ):
+        function = importlib.import_module(f"my_package.rewards.{name}").score
+        assert as_file(function) == named
+        assert load(named, "field")[0](["a"]) == function(["a"])
+
+
+DECORATED = """
+import functools
+
+def doubled(function):
+    @functools.wraps(function)
+    def inner(completions, **_):
+        return [2 * reward for reward in function(completions)]
+    return inner
+
+@doubled
+def score(completions, **_):
+    return [1.0 for _ in completions]
+"""
+
+
+def test_the_function_below_a_decorator_is_not_the_decorated_one(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_decorated.py").write_text(DECORATED)
+    try:
+        module = importlib.import_module("my_decorated")
+        assert as_file(module.score) == f"{module.__file__}:score"
+        with pytest.raises(ConfigError, match="has a decorator"):
+            as_file(module.score.__wrapped__)
+    finally:
+        del sys.modules["my_decorated"]

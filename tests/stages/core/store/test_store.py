@@ -15,7 +15,7 @@ import pyarrow.dataset
 import pytest
 
 from quiver.flows.verification import verify
-from quiver.schemas import logprobs, prompts
+from quiver.schemas import cells, logprobs, prompts
 from quiver.schemas.errors import (
     BusyError,
     ConfigError,
@@ -110,6 +110,13 @@ def test_a_version_reads_back_mapped_with_its_manifest(store):
     assert store.written == {"a/logprobs@1"}
 
 
+def test_a_misspelt_column_is_not_corruption(store):
+    version = commit(store)
+    for columns in (["rollout_idd"], ["rollout_id", "rollout_idd"]):
+        with pytest.raises(ConfigError, match="has no column rollout_idd; did you mean rollout_id"):
+            version.table(columns)
+
+
 def test_the_same_work_is_found_and_other_work_is_not(store):
     first = commit(store)
     assert commit(store, Settings(batch=64)).ref == first.ref
@@ -134,6 +141,31 @@ def test_other_readers_read_the_files(store):
         "arrow", data_files=pattern, cache_dir=str(Path(store.url).parent / "cache")
     )["train"]
     assert loaded["rollout_id"] == version.to_datasets()["rollout_id"] == ["r0", "r1", "r2", "r3"]
+
+
+def test_cells_of_prompts_are_their_text_in_datasets(store):
+    """Mixed ones, and maps, in lists too; others as they are."""
+    mixed = cells.json_array([7, {"a": None}]).combine_chunks()
+    kind = pa.map_(pa.string(), pa.int64())
+    maps = cells.wrap(pa.chunked_array([pa.array([[("k", 1)], None], kind)])).combine_chunks()
+    columns = {
+        "answer": mixed,
+        "answers": pa.ListArray.from_arrays(pa.array([0, 0, 2]), mixed),
+        "map": maps,
+        "plain": pa.array([1, 2]),
+    }
+    asked = pa.StructArray.from_arrays([*columns.values()], names=[*columns])
+    row = {"messages": [{"role": "user", "content": "q"}], "prompt_text": "q", "prompt_ids": [1]}
+    rows = [{"group_id": name, **row} for name in "ab"]
+    table = prompts.table_of(rows, asked, prompts.SCHEMA)
+    about = {"stage": "prompt", "stage_version": 1, "config": Settings(), "inputs": {}}
+    with begin(store, "a", "prompts", **about) as work:
+        work.write(0, table)
+        version = work.commit()
+    assert version.to_datasets()["columns"][:] == [
+        {"answer": "7", "answers": [], "map": [{"key": "k", "value": 1}], "plain": 1},
+        {"answer": '{"a": null}', "answers": ["7", '{"a": null}'], "map": None, "plain": 2},
+    ]
 
 
 def test_finished_shards_are_taken_up_and_a_changed_one_is_done_again(store):
