@@ -59,7 +59,8 @@ def gc(
             for work, num_bytes in collected.work
         ],
     }
-    lines = [
+    lines = ["expired now:" if apply else "would expire now:"] if answer["expired"] else []
+    lines += [
         f"{row['ref']} {'optimizer' if row['optimizer'] else '':<10} {size(row['bytes']):>10}"
         for row in answer["expired"]
     ]

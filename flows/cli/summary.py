@@ -13,6 +13,7 @@ from quiver.flows.look.gather import Manifests
 from quiver.flows.recipe import Recipe
 from quiver.schemas.errors import QuiverError
 from quiver.stages.core.store import Store
+from quiver.stages.core.store.listing import is_of_sweep
 
 from .next_step import program, set_options
 
@@ -46,8 +47,19 @@ def summary(store: str, outcome: dict[str, Any], commands: list[str]) -> list[st
         last=outcome["iterations"][-1],
         episodes=_episodes(store, outcome["iterations"][-1]["rollouts"]),
         commands=commands,
+        tag=_tag_for_cell(store, outcome["iterations"][-1]["policy"]),
     )
     return text.splitlines()
+
+
+def _tag_for_cell(store: str, policy: str) -> str:
+    """Return the command that tags `policy` if a sweep made it; else empty text."""
+    with suppress(QuiverError):  # as below
+        manifest = Manifests(Store(store, create=False)).open(policy)
+        if manifest and is_of_sweep(manifest.note):
+            words = ["tag", "result", policy, "--store", str(store)]
+            return shlex.join([program(), *words])
+    return ""
 
 
 def _episodes(store: str, ref: str) -> list[tuple[str, str]]:

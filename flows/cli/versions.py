@@ -340,7 +340,8 @@ def compare(
     ] = None,
     store: StorePath = None,
 ) -> None:
-    """Show how much better B scores than A, prompt by prompt. Also C, D and so on."""
+    """Show how much better B scores than A, prompt by prompt. Also C, D and so on. A policy's
+    evaluation is chosen for the same prompts, score and reward before the newest."""
     from quiver.flows.look.comparisons import comparison_lines
     from quiver.flows.look.paired import find_evaluations
     from quiver.flows.look.templates import lines

@@ -119,7 +119,9 @@ class Gathered:
     evaluations: list[Manifest]
     """Newest comparable evaluation of each policy on the line, by policy number, if possible one
     whose answers were sampled alike. If nights decide, of each policy of the run. Comparable to the
-    newest policy's latest one."""
+    newest policy's latest one, if possible one by the reward that the line was trained by."""
+    measured_by: str
+    """The reward behind `evaluations`, if the line was measured by others too; else empty."""
     nights: dict[str, list[NightRow]]
     """Decisions by tag, for each tag that nights decide about."""
     nightly: list[Manifest]
@@ -240,6 +242,26 @@ class Manifests:
                 alike.append(candidate)
         return alike
 
+    def leading(self, measured: Sequence[Manifest], trained_by: Manifest | None) -> Manifest:
+        """Return the evaluation that the others are compared to: of the newest policy the latest
+        one by the reward `trained_by`, else the latest. `measured`: sorted by policy."""
+        number = policy_number(measured[-1])
+        for each in reversed(measured) if trained_by else ():
+            if policy_number(each) == number and self._is_by(each, trained_by):
+                return each
+        return measured[-1]
+
+    def measured_by(self, evaluation: Manifest, measured: Iterable[Manifest]) -> str:
+        """Name the reward of `evaluation` if one of `measured` is by another; else return ""."""
+        rewards = self.input(evaluation, "rewards")
+        if rewards is None or all(self._is_by(each, rewards) for each in measured):
+            return ""
+        return ", ".join(map(printable, rewards.metrics.get("functions", ()))) or rewards.ref
+
+    def _is_by(self, evaluation: Manifest, rewards: Manifest) -> bool:
+        its_rewards = self.input(evaluation, "rewards")
+        return its_rewards is not None and is_made_alike(its_rewards, rewards)
+
     def are_sampled_alike(self, first: Manifest, second: Manifest) -> bool:
         """True if the rollouts of two evaluations are there and differ in their policy alone."""
         rollouts = [self.input(evaluation, "rollouts") for evaluation in (first, second)]
@@ -332,15 +354,20 @@ def gather(store: Store, run: str, end: str | None = None) -> Gathered:
         if model and (histories_of_tags or model.ref in line):
             measured.append(version.manifest)
     measured.sort(key=lambda evaluation: (policy_number(evaluation), evaluation.version))
-    shown = [*manifests.comparable(measured[-1], measured[:-1]), measured[-1]] if measured else []
-    # answers to the same seeds are better compared than newer ones
-    shown.sort(key=lambda evaluation: manifests.are_sampled_alike(evaluation, measured[-1]))
+    shown = []
+    if measured:
+        trained_by = iterations[-1].rewards if iterations else None
+        first = manifests.leading(measured, trained_by)
+        shown = [*manifests.comparable(first, [e for e in measured if e is not first]), first]
+        # answers to the same seeds are better compared than newer ones
+        shown.sort(key=lambda evaluation: manifests.are_sampled_alike(evaluation, first))
     newest = {evaluation.require_model("policy").ref: evaluation for evaluation in shown}
     return Gathered(
         run,
         policies[-1],
         iterations,
         evaluations=sorted(newest.values(), key=policy_number),
+        measured_by=manifests.measured_by(shown[-1], measured) if shown else "",
         nights={tag: nights_of(entries) for tag, entries in histories_of_tags.items()},
         nightly=evaluations_of_nights(manifests, chain.from_iterable(histories_of_tags.values())),
         gone=sorted(manifests.gone),

@@ -24,6 +24,7 @@ from quiver.stages.core.lineage import pair_prompts, prompts_of
 from quiver.stages.core.run.stage import is_made_alike
 from quiver.stages.core.store import Store, Version, marks
 from quiver.stages.core.store.listing import EXPIRED, REMOVED, is_of_sweep
+from quiver.stages.evaluate.comparison import are_scored_alike, reward_of
 
 from .joined import Joined, open_joined
 from .words import no_run
@@ -34,13 +35,16 @@ class Paired:
     """Rollouts and their partners in a second version, if any.
 
     With b the second and a the first reward or score of a pair, `first.number("gain")` is b − a and
-    `first.number("change")` is |b − a|. Evaluations of different scores have neither.
+    `first.number("change")` is |b − a|. Evaluations of different scores, or by different rewards,
+    have neither.
     """
 
     first: Joined
     second: Joined | None = None
     places: np.ndarray | None = None
     """[rollouts of first] int64: row of the partner in `second`; −1 if there is none."""
+    measured_by: tuple[str, ...] = ()
+    """What the score of each side is, in words that differ if the scores have no difference."""
 
     def partners(self, positions: Sequence[int] | np.ndarray) -> list[dict[str, Any]]:
         """Return the rows of `second` that belong to these of `first`; {} if there is no
@@ -62,11 +66,11 @@ class Paired:
     @property
     def titles(self) -> list[str]:
         """The title of each side, after its name; with its score, if they have different ones."""
-        titles = {name: f"{name} {joined.title}".strip() for name, joined, _ in self.sides({}, {})}
-        scores = {name: _measured_by(joined) for name, joined, _ in self.sides({}, {})}
-        if all(scores.values()) and len({*scores.values()}) > 1:
-            return [f"{title} (by {printable(scores[name])})" for name, title in titles.items()]
-        return [*titles.values()]
+        titles = [f"{name} {joined.title}".strip() for name, joined, _ in self.sides({}, {})]
+        if all(self.measured_by) and len({*self.measured_by}) > 1:
+            pairs = zip(titles, self.measured_by, strict=True)
+            return [f"{title} (by {printable(measured)})" for title, measured in pairs]
+        return titles
 
 
 def pair(store: Store, first: str, second: str | None, most_bytes: int | None = None) -> Paired:
@@ -97,10 +101,16 @@ def pair(store: Store, first: str, second: str | None, most_bytes: int | None = 
         after = np.append(b.number(b.score_name), np.nan)
         return after[places] - a.number(a.score_name)
 
-    measured = _measured_by(a)
-    if measured and measured == _measured_by(b):
-        a.numbers |= {"gain": gain, "change": lambda: np.abs(gain())}
-    return Paired(a, b, places)
+    measured = (_measured_by(a), _measured_by(b))
+    if all(measured) and measured[0] == measured[1]:
+        evaluations = [
+            side.shards["evaluations"].version for side in (a, b) if side.shards.get("evaluations")
+        ]
+        if len(evaluations) == 2 and not are_scored_alike(store, *evaluations):
+            measured = tuple(reward_of(store, each) for each in evaluations)
+        else:
+            a.numbers |= {"gain": gain, "change": lambda: np.abs(gain())}
+    return Paired(a, b, places, measured)
 
 
 def _measured_by(joined: Joined) -> str:
@@ -149,8 +159,8 @@ def find_evaluations(store: Store, first: str, second: str) -> tuple[Version, Ve
     """Return the evaluations that two names refer to: each itself, a policy's, or a run's newest.
 
     A policy with several evaluations is compared by its newest one on the same prompts. Of several,
-    one of the same score is taken first, then one whose answers were sampled like the other's, with
-    the same seed, then one whose rewards were made alike. Raises LineageError if a name has no
+    one of the same score is taken first, then one whose rewards were made alike, then one whose
+    answers were sampled like the other's, with the same seed. Raises LineageError if a name has no
     evaluation.
     """
     named = [list(_newest_first(store, name)) for name in (first, second)]
@@ -162,7 +172,7 @@ def find_evaluations(store: Store, first: str, second: str) -> tuple[Version, Ve
             is_paired,
             _score_of(pair[0]) == _score_of(pair[1]),
             # without the same prompts nothing is paired, and these are not looked at
-            *(is_paired and _are_alike(store, pair, role) for role in ("rollouts", "rewards")),
+            *(is_paired and _are_alike(store, pair, role) for role in ("rewards", "rollouts")),
         )
         if best is None or likeness > most:
             best, most = pair, likeness

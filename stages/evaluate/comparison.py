@@ -2,7 +2,8 @@
 interval.
 
 They are paired by the prompts' contents, so their run, recipe, policy and row names do not matter.
-Refused: evaluations of different scores, and evaluations without a prompt in common.
+Refused: evaluations of different scores or by different rewards, and evaluations without a prompt
+in common.
 
     compare(store, store.open("a/evaluations@1"), store.open("b/evaluations@4"))
     compare_each(store, [(first, second), (first, third)])      # with Holm's correction
@@ -40,7 +41,8 @@ def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
         only_a, only_b: prompts that only one of them has a score for
         notes: other differences between the two
     Raises:
-        LineageError: they measured different scores, or have no prompt in common.
+        LineageError: they measured different scores, by different rewards, or have no prompt in
+            common.
     """
     config_a, config_b = (
         parse(Config, version.manifest.config, str(version.ref)) for version in (a, b)
@@ -51,6 +53,19 @@ def compare(store: Store, a: Version, b: Version) -> dict[str, Any]:
             f"measured {printable(config_a.score)} and {printable(config_b.score)}, which are "
             "different scores",
             next="evaluate both policies by recipes with the same evaluate.score",
+        )
+    if not are_scored_alike(store, a, b):
+        named = [
+            f"{score_numbers(each.manifest.metrics)['score']:.4f} of {policy_of(each)} is by "
+            f"{reward_of(store, each)}"
+            for each in (a, b)
+        ]
+        policies = dict.fromkeys(map(policy_of, (a, b)))
+        measure = " and ".join(f"`quiver evaluate RECIPE --policy {each}`" for each in policies)
+        raise LineageError(
+            f"{a.ref} {b.ref}",
+            f"two rewards have no difference: {', and '.join(named)}",
+            next=f"measure both by one [reward]: {measure}",
         )
     names_a, names_b = pair_prompts(store, a, b)
     scores_a = {names_a[group]: scores for group, scores in scores_by_group(a.table()).items()}
@@ -100,11 +115,35 @@ def compare_each(store: Store, pairs: Sequence[tuple[Version, Version]]) -> dict
     return {"confidence": CONFIDENCE, "comparisons": comparisons}
 
 
-def _summary(evaluation: Version) -> dict[str, Any]:
+def are_scored_alike(store: Store, a: Version, b: Version) -> bool:
+    """Return False if the rewards of two evaluations were made differently. Rewards whose manifest
+    is gone count as alike, for nobody can know."""
+    with suppress(LineageError):
+        return is_made_alike(*(_input(store, each, "rewards").manifest for each in (a, b)))
+    return True
+
+
+def reward_of(store: Store, evaluation: Version) -> str:
+    """Name the scorers behind an evaluation, and its rewards: `near (a.eval/rewards@4)`."""
+    rewards = _input(store, evaluation, "rewards")
+    scorers = ", ".join(map(printable, rewards.manifest.metrics.get("functions", ())))
+    return f"{scorers} ({rewards.ref})" if scorers else str(rewards.ref)
+
+
+def policy_of(evaluation: Version) -> str | None:
+    """Return the reference of the policy that was measured."""
     policy = evaluation.manifest.model("policy")
+    return policy.ref if policy else None
+
+
+def _input(store: Store, evaluation: Version, role: str) -> Version:
+    return store.with_expired().open(evaluation.manifest.require_input(role).ref)
+
+
+def _summary(evaluation: Version) -> dict[str, Any]:
     return {
         "ref": str(evaluation.ref),
-        "policy": policy.ref if policy else None,
+        "policy": policy_of(evaluation),
         **score_numbers(evaluation.manifest.metrics),
     }
 
@@ -130,10 +169,8 @@ def notes_on(store: Store, a: Version, b: Version, config_a: Config, config_b: C
             f"an answer that a limit cut off before it was scored counts as {words[0]} in A, as "
             f"{words[1]} in B (evaluate.unscored)"
         )
-    for role, section in (("rewards", "reward"), ("rollouts", "generate")):
-        with suppress(LineageError):  # a missing version gives no note
-            inputs = [version.manifest.require_input(role) for version in (a, b)]
-            manifests = [store.open(entry.ref).manifest for entry in inputs]
-            if not is_made_alike(*manifests):
-                notes.append(f"[{section}] differs: {inputs[0].ref} and {inputs[1].ref}")
+    with suppress(LineageError):  # a missing version gives no note
+        sampled = [_input(store, version, "rollouts") for version in (a, b)]
+        if not is_made_alike(*(version.manifest for version in sampled)):
+            notes.append(f"[generate] differs: {sampled[0].ref} and {sampled[1].ref}")
     return notes

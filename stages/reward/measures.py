@@ -148,7 +148,7 @@ def changes(group_ids: list[str], a: np.ndarray, b: np.ndarray) -> dict[str, Any
     Returns:
         order: Rows that changed places with another row of their group (one was above the other and
             is now below it).
-        sign: Rows that changed between negative, zero and positive.
+        sign: Rows that changed between negative and positive. 0 has no sign.
         mean_difference, correlation: b − a on average, and Pearson's correlation.
         null_to_value, value_to_null: Rows that gained or lost their reward.
 
@@ -165,7 +165,7 @@ def changes(group_ids: list[str], a: np.ndarray, b: np.ndarray) -> dict[str, Any
         "null_to_value": int((~in_a & in_b).sum()),
         "value_to_null": int((in_a & ~in_b).sum()),
         "order": sum(int(_overtaken(x[rows], y[rows]).sum()) for rows in members.values()),
-        "sign": int((np.sign(x) != np.sign(y)).sum()),
+        "sign": int((np.sign(x) * np.sign(y) < 0).sum()),
         "mean_difference": float((y - x).mean()) if len(x) else None,
         "correlation": correlation(x, y),
     }

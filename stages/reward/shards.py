@@ -188,7 +188,9 @@ class Shards:
         if kind == "function":
             column = column_of_reference(scorer, self._columns)
         correct = (
-            kind if column is None else f"column {printable(column)} of that row, or the {kind},"
+            f"{kind} {name}"
+            if column is None
+            else f"column {printable(column)} of that row, or the {kind} {name},"
         )
         row = self._rollouts["rollout_id"].index(rollout_id).as_py()
         place = source_row(self._prompts_config, self._rollouts["group_id"][row].as_py())

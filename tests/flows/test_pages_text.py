@@ -473,6 +473,29 @@ def test_what_a_run_prints_at_its_end():
     ]
 
 
+@pytest.mark.parametrize("note", ["", "sweep 0123456789ab, cell 1 (7)"])
+def test_a_result_that_is_a_sweeps_cell_is_told(store, note):
+    """`latest` leaves it out, so that later commands would take another policy."""
+    with begin(
+        store,
+        "tiny",
+        "rewards",
+        stage="test",
+        stage_version=1,
+        config=Config(),
+        inputs={},
+        note=note,
+    ) as work:
+        work.write(0, rewards.schema_for(["x"]).empty_table())
+        work.commit()
+    last = done(1, 0.5) | {"rollouts": "tiny/rollouts@1", "policy": "tiny/rewards@1"}
+    outcome = {"run": "tiny", "report": None, "baseline": None, "iterations": [last]}
+    text = "\n".join(summary(Path(store.url), outcome, ["a", "b", "c"]))
+    assert ("which `latest` leaves out" in text) == bool(note)
+    assert ("--policy tiny/rewards@1" in text) == bool(note)
+    assert (f"quiver tag result tiny/rewards@1 --store {store.url}" in text) == bool(note)
+
+
 @pytest.mark.parametrize(
     ("means", "bars"),
     [

@@ -10,6 +10,7 @@ from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from quiver.flows.look import samples, troubles
@@ -31,6 +32,7 @@ from tests.benchmarks.made import (
     rollouts_table,
     tiny_policy,
     write_rollouts,
+    write_version,
 )
 from tests.writing import run_here
 
@@ -189,6 +191,19 @@ def test_the_newest_policys_evaluation_says_what_is_compared(store, policy, show
     refs = {kind: f"bench/{kind}@{policy + 1}" for kind in ("rollouts", "rewards")}
     evaluate(EvaluateConfig(threshold=0.9), store, **refs)
     assert [each.version for each in gather(store, "bench").evaluations] == shown
+
+
+def test_the_line_keeps_the_reward_it_was_trained_by(store):
+    """A newer evaluation by another reward takes no place on it, and the headline says which."""
+    sampled = store.open("bench/rollouts@2")
+    table = store.open("bench/rewards@2").table().combine_chunks()
+    table = table.set_column(2, table.schema.field("reward"), pa.array([2.0] * 8, pa.float32()))
+    other = write_version(store, "rewards", "override", table, {"rollouts": sampled})
+    assert "Held-out score by" not in Page(report.render(store, gather(store, "bench"))).words
+    evaluate(EvaluateConfig(), store, rollouts=str(sampled.ref), rewards=str(other.ref))
+    gathered = gather(store, "bench")
+    assert [each.version for each in gathered.evaluations] == [1, 2]
+    assert "Held-out score by bench/rewards@2 " in Page(report.render(store, gathered)).words
 
 
 def test_a_run_without_a_policy_is_refused(made):

@@ -118,10 +118,14 @@ def gone_error(storage: Storage, ref: Ref, names: Iterable[str]) -> LineageError
         if mark is not None and name == REMOVED:
             return LineageError(str(ref), f"was removed on purpose: {mark}", next="quiver ls")
         if mark is not None:
+            again = "the command that made it makes it again, under another number."
+            if ref.kind == "evaluations":
+                again = "`quiver evaluate RECIPE --policy POLICY` makes it again."
             return ExpiredError(
                 str(ref),
                 f"its {'files' if name == EXPIRED else 'optimizer state'} expired: {mark}",
-                state="its manifest is kept; nothing was changed.",
+                state="its manifest is kept; "
+                + (again if name == EXPIRED else "nothing was changed."),
                 next=f"quiver lineage {ref}",
             )
     return None

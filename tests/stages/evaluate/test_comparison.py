@@ -13,6 +13,7 @@ from quiver.flows.look.paired import find_evaluations, pair
 from quiver.flows.look.view.plain import columns_of, lines_of
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import Ref
+from quiver.stages.core.config import Config
 from quiver.stages.core.store import marks
 from quiver.stages.core.store.listing import EXPIRED
 from quiver.stages.core.store.readable import readable_entries
@@ -20,6 +21,7 @@ from quiver.stages.core.store.retention import remove
 from quiver.stages.evaluate.comparison import compare, compare_each
 from quiver.stages.model.checkpoints import model_entry
 from tests.stages.evaluate.held import ask, evaluate, score, write
+from tests.writing import begin
 
 
 @pytest.fixture
@@ -109,15 +111,26 @@ def test_other_rules_of_one_score_are_noted(store, evaluated):
     ]
 
 
-def test_rewards_that_were_made_otherwise_are_noted(store, evaluated):
+def test_scores_by_two_rewards_are_not_subtracted(store, evaluated):
+    """Both are named, with the command that measures by one; `quiver view` subtracts none."""
     a = evaluated("first", BEFORE)
     roles = ("rollouts", "rewards")
     sampled, paid = (store.open(a.manifest.require_input(role).ref) for role in roles)
     plan = {"stage": "override", "inputs": {"rollouts": sampled}}
-    edited = write(store, "rewards", paid.table().combine_chunks(), "first.eval", **plan)
+    plan |= {"stage_version": 1, "config": Config(), "force": True}
+    with begin(store, "first.eval", "rewards", **plan) as work:
+        work.write(0, paid.table().combine_chunks())
+        edited = work.commit(metrics={"functions": {"near": {}}})
     b = evaluate(store, (sampled, edited), into="second")
-    note = "[reward] differs: first.eval/rewards@1 and first.eval/rewards@2"
-    assert compare(store, a, b)["notes"] == [note]
+    words = (
+        r"of tiny/policy@0 is by first.eval/rewards@1, and .* is by near \(first.eval/rewards@2\)"
+    )
+    with pytest.raises(LineageError, match=words) as caught:
+        compare(store, a, b)
+    assert "quiver evaluate RECIPE --policy tiny/policy@0" in caught.value.next
+    paired = pair(store, "first/evaluations@1", "second/evaluations@1")
+    assert "gain" not in paired.first.numbers
+    assert paired.titles[1].endswith("(by near (first.eval/rewards@2))")
 
 
 def test_several_are_compared_with_the_first_and_corrected_for_their_number(
@@ -158,7 +171,7 @@ def test_compare_through_the_command_line(store, evaluated, capsys):
         texts.append(capsys.readouterr().out)
     assert len(set(texts)) == 1, "the newest evaluation of each"
     assert "score    +0.1667   95% interval -0.9765 … +1.0000" in texts[0]
-    assert "1 prompts better, 1 worse, 1 equal" in texts[0]
+    assert "1 prompt better, 1 worse, 1 equal" in texts[0]
     assert "left out: 1 only in A, 1 only in B" in texts[0]
     with pytest.raises(LineageError, match="has no evaluation yet") as caught:
         command("compare", "first", "first.eval", *in_store)

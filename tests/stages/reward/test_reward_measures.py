@@ -93,7 +93,7 @@ def test_groups_that_teach_nothing_are_counted():
 
 def test_changes_by_hand():
     """Group a: the second overtakes the first; b: a tie is broken, which is no flip; c: one loses
-    its reward, one gets one."""
+    its reward, one gets one. To or from 0 no sign is opposite."""
     a = np.array([1.0, 0.0, 2.0, 5.0, 5.0, -1.0, NONE, 0.5])
     b = np.array([0.0, 1.0, 2.0, 5.0, 6.0, NONE, 3.0, -0.5])
     found = changes(list("aaabbccc"), a, b)
@@ -101,7 +101,7 @@ def test_changes_by_hand():
         "null_to_value": 1,
         "value_to_null": 1,
         "order": 2,
-        "sign": 3,
+        "sign": 1,
         "mean_difference": pytest.approx((-1 + 1 + 0 + 0 + 1 - 1) / 6),
         "correlation": pytest.approx(
             statistics.correlation([1, 0, 2, 5, 5, 0.5], [0, 1, 2, 5, 6, -0.5])

@@ -183,7 +183,9 @@ def test_an_answer_that_cannot_be_read_is_named_with_its_row(score, sample):
     why = r"function numeric, rollout \S+ of prompts, group sum-1: ValueError: the answer 'NaN'"
     with pytest.raises(RewardError, match=why) as caught:
         score(rollouts, "numeric")
-    assert caught.value.next.startswith("correct column answer of that row, or the function, and")
+    assert caught.value.next.startswith(
+        "correct column answer of that row, or the function numeric"
+    )
     for column, prefix, group_id, place in (
         (None, "", "000002", "sums.csv row 3"),
         (None, "a-", "a-000002", "sums.csv row 3"),

@@ -168,13 +168,14 @@ def test_what_the_command_says(store, capsys):
         cleaning.gc(keep=1, moments=1, store=store.url, **options)
         return capsys.readouterr().out.splitlines()
 
-    *rows, last = said(grace_hours=24)
+    heading, *rows, last = said(grace_hours=24)
+    assert heading == "would expire now:"
     assert [row.split()[0] for row in rows] == gone and rows[-1].split()[1] == "optimizer"
     left = r"\d.*B {} left for quiver gc --apply to delete {} after they expired"
     assert re.fullmatch(f"nothing would be deleted; {left.format('would be', '24 hours')}", last)
     assert expired_files(store) == []
-    *rows, last = said(grace_hours=1, apply=True)
-    assert len(rows) == 5
+    heading, *rows, last = said(grace_hours=1, apply=True)
+    assert heading == "expired now:" and len(rows) == 5
     assert re.fullmatch(f"nothing was deleted; {left.format('is', '1 hour')}", last)
     (last,) = said(grace_hours=0, apply=True)
     assert re.fullmatch(r"\d.* kB was deleted", last) and expired_files(store) == []
@@ -272,6 +273,7 @@ def test_what_expired_says_so_and_is_seen_by_its_manifest_where_that_is_asked(st
         with pytest.raises(ExpiredError, match=r"its files expired: 20.* gc, keep = 1") as caught:
             use("a/logprobs@1")
         assert caught.value.next == "quiver lineage a/logprobs@1"
+        assert "the command that made it makes it again" in caught.value.state
     assert store.tag_names("a") == []
     assert store.find("a", "logprobs", versions["a/logprobs@1"].run_key) is None
     seen = store.with_expired()
