@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
-from quiver.schemas.errors import LineageError, printable
+from quiver.schemas.errors import ConfigError, LineageError, printable
+from quiver.schemas.manifest import Manifest
 from quiver.schemas.metrics import score_numbers
 from quiver.stages.core.config import parse
 from quiver.stages.core.lineage import pair_prompts
-from quiver.stages.core.run.stage import is_made_alike
+from quiver.stages.core.run.stage import is_made_alike, load_stage
 from quiver.stages.core.store import Store, Version
 
 from . import estimators
@@ -116,11 +118,35 @@ def compare_each(store: Store, pairs: Sequence[tuple[Version, Version]]) -> dict
 
 
 def are_scored_alike(store: Store, a: Version, b: Version) -> bool:
-    """Return False if the rewards of two evaluations were made differently. Rewards whose manifest
-    is gone count as alike, for nobody can know."""
-    with suppress(LineageError):
-        return is_made_alike(*(_input(store, each, "rewards").manifest for each in (a, b)))
-    return True
+    """Return False if what two evaluations measured, a part or the whole reward, was scored in two
+    ways. Corrections by a person (stage override) are no other way. Rewards whose manifest is gone
+    count as alike, for nobody can know."""
+    rewards = []
+    for evaluation in (a, b):
+        try:
+            scored = _input(store, evaluation, "rewards")
+            while scored.manifest.stage == "override":
+                scored = _input(store, scored, "rewards")
+        except LineageError:
+            return True
+        rewards.append(scored.manifest)
+    if is_made_alike(*rewards):
+        return True
+    scorers = [
+        _scorer(manifest, each.manifest.config["score"])
+        for manifest, each in zip(rewards, (a, b), strict=True)
+    ]
+    return scorers[0] == scorers[1] is not None
+
+
+def _scorer(rewards: Manifest, name: str) -> dict[str, Any] | None:
+    """Return what decides the part `name`, whatever it weighs; None if it is no scorer's."""
+    with suppress(ConfigError):  # of another version of Quiver
+        key = parse(load_stage(rewards.stage).Config, rewards.config, rewards.ref).key()
+        for scorer in chain(*(key.get(kind, ()) for kind in ("functions", "models", "servers"))):
+            if scorer["name"] == name:
+                return {**scorer, "weight": None}
+    return None
 
 
 def reward_of(store: Store, evaluation: Version) -> str:
@@ -136,8 +162,8 @@ def policy_of(evaluation: Version) -> str | None:
     return policy.ref if policy else None
 
 
-def _input(store: Store, evaluation: Version, role: str) -> Version:
-    return store.with_expired().open(evaluation.manifest.require_input(role).ref)
+def _input(store: Store, version: Version, role: str) -> Version:
+    return store.with_expired().open(version.manifest.require_input(role).ref)
 
 
 def _summary(evaluation: Version) -> dict[str, Any]:
@@ -169,8 +195,9 @@ def notes_on(store: Store, a: Version, b: Version, config_a: Config, config_b: C
             f"an answer that a limit cut off before it was scored counts as {words[0]} in A, as "
             f"{words[1]} in B (evaluate.unscored)"
         )
-    with suppress(LineageError):  # a missing version gives no note
-        sampled = [_input(store, version, "rollouts") for version in (a, b)]
-        if not is_made_alike(*(version.manifest for version in sampled)):
-            notes.append(f"[generate] differs: {sampled[0].ref} and {sampled[1].ref}")
+    for role, section in (("rewards", "reward"), ("rollouts", "generate")):
+        with suppress(LineageError):  # a missing version gives no note
+            inputs = [_input(store, version, role) for version in (a, b)]
+            if not is_made_alike(*(version.manifest for version in inputs)):
+                notes.append(f"[{section}] differs: {inputs[0].ref} and {inputs[1].ref}")
     return notes

@@ -13,13 +13,14 @@ from quiver.flows.look.paired import find_evaluations, pair
 from quiver.flows.look.view.plain import columns_of, lines_of
 from quiver.schemas.errors import ConfigError, LineageError
 from quiver.schemas.refs import Ref
-from quiver.stages.core.config import Config
+from quiver.stages.core.run.runner import run_stage
 from quiver.stages.core.store import marks
 from quiver.stages.core.store.listing import EXPIRED
 from quiver.stages.core.store.readable import readable_entries
 from quiver.stages.core.store.retention import remove
 from quiver.stages.evaluate.comparison import compare, compare_each
 from quiver.stages.model.checkpoints import model_entry
+from quiver.stages.reward.config import Config as Reward
 from tests.stages.evaluate.held import ask, evaluate, score, write
 from tests.writing import begin
 
@@ -114,23 +115,58 @@ def test_other_rules_of_one_score_are_noted(store, evaluated):
 def test_scores_by_two_rewards_are_not_subtracted(store, evaluated):
     """Both are named, with the command that measures by one; `quiver view` subtracts none."""
     a = evaluated("first", BEFORE)
-    roles = ("rollouts", "rewards")
-    sampled, paid = (store.open(a.manifest.require_input(role).ref) for role in roles)
-    plan = {"stage": "override", "inputs": {"rollouts": sampled}}
-    plan |= {"stage_version": 1, "config": Config(), "force": True}
-    with begin(store, "first.eval", "rewards", **plan) as work:
-        work.write(0, paid.table().combine_chunks())
-        edited = work.commit(metrics={"functions": {"near": {}}})
-    b = evaluate(store, (sampled, edited), into="second")
+    b = rescored(store, a, "second", Reward(functions=[{"use": "numeric", "name": "near"}]))
     words = (
-        r"of tiny/policy@0 is by first.eval/rewards@1, and .* is by near \(first.eval/rewards@2\)"
+        r"of tiny/policy@0 is by first.eval/rewards@1, and .* is by near \(second.eval/rewards@1\)"
     )
     with pytest.raises(LineageError, match=words) as caught:
         compare(store, a, b)
     assert "quiver evaluate RECIPE --policy tiny/policy@0" in caught.value.next
     paired = pair(store, "first/evaluations@1", "second/evaluations@1")
     assert "gain" not in paired.first.numbers
-    assert paired.titles[1].endswith("(by near (first.eval/rewards@2))")
+    assert paired.titles[1].endswith("(by near (second.eval/rewards@1))")
+
+
+@pytest.mark.parametrize(("score", "is_compared"), [("right", True), ("reward", False)])
+def test_a_part_is_compared_whatever_stands_beside_it(store, evaluated, score, is_compared):
+    """A watched part of weight 0 was added, and the measured one weighs more."""
+    right = {"use": "numeric", "name": "right"}
+    configs = [
+        Reward(functions=[right]),
+        Reward(functions=[{**right, "weight": 2}, {"use": "length", "weight": 0}]),
+    ]
+    first = evaluated("first", BEFORE)
+    a, b = (
+        rescored(store, first, f"by{place}", config, score=score)
+        for place, config in enumerate(configs)
+    )
+    if is_compared:
+        answer = compare(store, a, b)
+        assert answer["equal"] == 4 and answer["notes"][0].startswith("[reward] differs: ")
+    else:
+        with pytest.raises(LineageError, match="two rewards have no difference"):
+            compare(store, a, b)
+
+
+def test_what_a_person_corrected_is_compared_with_the_rest(store, evaluated):
+    a = evaluated("first", BEFORE)
+    paid = store.open(a.manifest.require_input("rewards").ref)
+    corrections = {"author": "me", "reason": "misread", "overrides": {"first.eval-0-1": 1.0}}
+    run_stage("override", corrections, store, rewards=paid.ref, into="first.eval")
+    sampled = store.open(a.manifest.require_input("rollouts").ref)
+    b = evaluate(store, (sampled, store.open("first.eval/rewards@2")), into="second")
+    assert compare(store, a, b)["better"] == 1
+
+
+def rescored(store, evaluation, run, config, **of_evaluation):
+    """Return another evaluation of the same answers and numbers, whose rewards have this config."""
+    roles = ("rollouts", "rewards")
+    sampled, paid = (store.open(evaluation.manifest.require_input(role).ref) for role in roles)
+    plan = {"stage": "reward", "stage_version": 1, "inputs": {"rollouts": sampled}}
+    with begin(store, f"{run}.eval", "rewards", **plan, config=config) as work:
+        work.write(0, paid.table().combine_chunks())
+        scored = work.commit(metrics={"functions": {each.name: {} for each in config.functions}})
+    return evaluate(store, (sampled, scored), into=run, **of_evaluation)
 
 
 def test_several_are_compared_with_the_first_and_corrected_for_their_number(
