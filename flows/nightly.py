@@ -179,7 +179,7 @@ def plan_night(recipe: Recipe, name: str) -> Night:
     Raises ConfigError if there are no held-out rows, or if a person must approve but no server is
     named.
     """
-    has_own_rows = NIGHT in recipe.data.model_dump_json(exclude={"held_out"})
+    has_own_rows = NIGHT in recipe.data.model_dump_json(include={"source", "arguments"})
     recipe = recipe.for_night(name)
     recipe.data.require_held_out()
     if recipe.promotion.approval:
@@ -216,16 +216,17 @@ def _order(night: Night) -> dict[str, Any]:
 
 def warn_of_another_order(night: Night) -> None:
     """Warn if the rows of tonight's rounds, whose sources are looked up, are chosen in another
-    order than those of the last decided night."""
+    order than those of a decided night."""
     entries = night.store.history(night.recipe.run, night.recipe.promotion.tag)
     orders = [entry.about["order"] for entry in entries if entry.about.get("order")]
     now = _order(night)
-    if not orders or not now or orders[-1] == now:
+    others = [order for order in orders if order != now]
+    if not others or not now:
         return
     changed = [
-        f"{key} was {orders[-1].get(key)} and is {value}"
+        f"{key} was {others[-1].get(key)} and is {value}"
         for key, value in now.items()
-        if orders[-1].get(key) != value
+        if others[-1].get(key) != value
     ]
     log.warning(
         "%-22s may ask rows again that earlier nights took, since %s: the order of the rows has "

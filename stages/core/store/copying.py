@@ -82,7 +82,8 @@ def copy(source: Store, target: str) -> Copied:
                     version.manifest  # noqa: B018  a torn or missing one is an error
                     # another version's files stay as they are
                     _is_there(storage, manifest, source.storage.read(manifest))
-                    copied.bytes += _copy_files(version, source.storage, storage)
+                    if marks.read(storage, version.ref, EXPIRED) is None:
+                        copied.bytes += _copy_files(version, source.storage, storage)
                 with suppress(FileNotFoundError):  # a version without a manifest may be removed
                     _copy_objects(source.storage, storage, [manifest])
                 copied.versions += 1

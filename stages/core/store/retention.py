@@ -176,10 +176,10 @@ def find_kept(
         for name in store.tag_names(run):
             refs = (store.tagged(run, name), tags.previous(store.history(run, name)))
             roots.update(parse(ref) for ref in refs if ref)
-    kept.in_use = roots | kept.read
-    for ref in [*kept.in_use]:
+    for ref in [*roots]:
         with suppress(LineageError):  # its data are gone, and nothing is read in its place
-            kept.in_use.add(store.resolve(ref))
+            roots.add(store.resolve(ref))
+    kept.in_use = roots | kept.read
     kept.optimizer |= kept.in_use
     for run, kind in store.kinds():
         for newest_first in _counted(store, run, kind):
@@ -251,15 +251,20 @@ def _names_of(store: Store, ref: Ref) -> set[str]:
     return names
 
 
-def users_of(store: Store, ref: Ref) -> tuple[list[str], list[str]]:
+def users_of(
+    store: Store, ref: Ref, names: Collection[str] | None = None
+) -> tuple[list[str], list[str]]:
     """Return the tags of the version's run that point at it, and the versions made from it.
 
     Damaged tags and manifests are skipped; `verify` reports them.
 
+    Args:
+        names: References that lead to the version. Default: they are looked up (`_names_of`).
+
     Raises:
         OSError: the store cannot be read, so it is unknown who needs the version.
     """
-    names = _names_of(store, ref)
+    names = {*(_names_of(store, ref) if names is None else names)}
     tag_names, versions = [], []
     with suppress(*_DAMAGED):
         for name in store.tag_names(ref.run):
@@ -294,11 +299,12 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
         raise marks.gone_error(store.storage, target, [REMOVED])
     target = store.with_expired().resolve(target)
     _data(store, target, REMOVED)  # refuses a link: what it leads to may be another store's
-    _require_unused(store, target)
+    names = _names_of(store, target)  # once it is marked, the others no longer lead to it
+    _require_unused(store, target, names)
     with storage_errors(target):
         marks.write(store.storage, target, REMOVED, why)
         try:
-            users = _require_unused(store, target)
+            users = _require_unused(store, target, names)
         except (QuiverError, OSError):
             # it came into use meanwhile, or may have; no other process acts on the mark so soon
             store.storage.delete(marks.key_of(target, REMOVED))
@@ -307,15 +313,16 @@ def remove(store: Store, ref: str | Ref, why: str = "") -> tuple[Ref, list[str]]
     return target, users
 
 
-def _require_unused(store: Store, ref: Ref) -> list[str]:
-    """Check that a version may be deleted, and return the references of versions made from it.
+def _require_unused(store: Store, ref: Ref, names: set[str]) -> list[str]:
+    """Check that a version, to which these references lead, may be deleted.
+
+    Returns the references of versions made from it.
 
     Raises:
         ConflictError: a tag points at it, a policy needs it as base of its adapter, or a stage at
             work reads it.
         CorruptError: a tag of the run is torn, so it may point at the version.
     """
-    names = _names_of(store, ref)
     for name in store.tag_names(ref.run):
         if store.tagged(ref.run, name) in names:
             raise ConflictError(
@@ -323,7 +330,7 @@ def _require_unused(store: Store, ref: Ref) -> list[str]:
                 f"tag {name} points at it",
                 next="point the tag at another version first",
             )
-    users = users_of(store, ref)[1]
+    users = users_of(store, ref, names)[1]
     policies = [user for user in map(parse, users) if user.kind == ref.kind == "policy"]
     for policy in map(store.version, policies):
         with suppress(CorruptError):  # `verify` reports it

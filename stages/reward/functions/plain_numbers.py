@@ -164,7 +164,7 @@ _NUMBER = re.compile(
     r"(?:\^\{?(?P<power>-?[0-9]{1,3})\}?)?"
     r"(?P<percent>\s?%|\s(?:percent|per cent)\b)?"
     r"(?P<factor>\s*+(?:\*|\\times|\\cdot)?\s*+\\symbol|[xyzni](?!\w)|_\{?[0-9]"
-    r"|(?:\*|\s\*\s)[a-zA-Z](?!\w))?"
+    r"|(?:\*|[ \t]\*[ \t])[a-zA-Z](?![ \t]?\w))?"
     r"|\\symbol(?:\s*+(?:[/*^]|\\times|\\cdot)?\s*+[0-9.]+)*(?P<symbol>)"
 )
 _LITERAL = re.compile(r"[-+−]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")

@@ -82,8 +82,9 @@ def code(
         sandbox_url, sandbox_token: A server that runs the programs, and its token as `env:NAME`.
             See `remote_sandbox`.
 
-    In tests that call functions, annotations are never evaluated, so `nums: List[int]` needs no
-    import. A program that is run on stdin is read as Python reads a script.
+    In tests that call functions, a program that ends with a NameError is loaded once more with
+    annotations as text, so `nums: List[int]` needs no import. A program that is run on stdin is
+    read as Python reads a script.
 
     `preamble`, `isolation` and the sandbox's arguments come from the recipe alone. Called on no
     rows, the function only checks that a sandbox here could run programs, that the preamble runs,
@@ -266,9 +267,10 @@ def _read_call(case: dict[str, Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _check_preamble(finished: Finished) -> None:
-    """Raise ConfigError if the preamble failed: no program is blamed for it."""
-    if finished.exit_code != 0:
-        why = finished.stderr.strip().rpartition("\n")[2] or finished.killed_by or ""
+    """Raise ConfigError if the preamble failed, or printed what would stand before each program's
+    output: no program is blamed for it."""
+    if finished.exit_code != 0 or finished.stdout:
+        why = finished.stderr.strip().rpartition("\n")[2] or finished.killed_by or "it prints"
         raise ConfigError(
             "reward function code",
             f"the preamble fails: {printable(why)}",

@@ -39,11 +39,10 @@ def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None
     symbolically and numerically (1/2 is 0.5, x + 1 is 1 + x; sets, intervals, matrices and
     equations are known). The completion's answer is in the last \boxed{…}, else in the last
     <answer>…</answer>, else after the last ####, else it is the whole text if that has no words.
-    Among words it is the last formula in $…$, \(…\) or \[…\], or the last number, which `numeric`
-    finds if the text has no arithmetic; no other formulas are found there. Boxes side by side are
-    one answer, so \boxed{1}\boxed{2} is 1, 2 and not 2. If both sides are a single number, they are
-    compared as in `numeric`. Identical texts are always equal. If both sides name a base, bases are
-    compared too: 12_5 is 12, but not 12_7.
+    Among words it is the last formula in $…$, \(…\) or \[…\], or the last number; no other
+    formulas are found there. Boxes side by side are one answer, so \boxed{1}\boxed{2} is 1, 2 and
+    not 2. If both sides are a single number, they are compared as in `numeric`. Identical texts are
+    always equal. If both sides name a base, bases are compared too: 12_5 is 12, but not 12_7.
 
     An answer without LaTeX marks is read as a formula, in which pi, ln, log (of base 10), exp, sin,
     cos, tan, sqrt and ** are known. A null answer gives None. An answer that cannot be read (a
@@ -75,20 +74,18 @@ def _math(text: str, right: Any) -> float:
         raise ValueError(f"the answer {right!r} holds no mathematics")
     if is_exactly(_bare(given), _bare(expected)):
         return 1.0
-    has_latex = boxed(text) is not None or _LATEX.search(given) is not None
-    expected_number = plain_numbers.only(expected)
-    if expected_number and not expected_number.has_comma:
-        number = plain_numbers.only(given)
-        if not number and not has_latex and not plain_numbers.leaves_more(given):
-            number = number_of(text)  # math-verify misses some, such as (-7), 1e3 or \$7
-        if number:
-            return float(plain_numbers.same(number, expected_number._replace(grouped=None)))
+    number, expected_number = plain_numbers.only(given), plain_numbers.only(expected)
+    if number and expected_number and not expected_number.has_comma:
+        return float(plain_numbers.same(number, expected_number._replace(grouped=None)))
     from math_verify import verify
 
     # math-verify finds a box itself, but knows no other mark
     expected = plain_numbers.readable(expected if boxed(right) is None else right)
     given = plain_numbers.readable(given)
-    is_sentence = has_latex or has_words(given, variables=not expected_number)
+    has_latex = boxed(text) is not None or _LATEX.search(given) is not None
+    found = number_of(given)
+    is_product = found is not None and found.value is None  # 2*x is no sentence with a 2
+    is_sentence = has_latex or has_words(given, variables=is_product or not expected_number)
     is_formula = boxed(text) is not None or not is_sentence
     mark = "" if is_formula or has_latex else "$"
     with_bases = plain_numbers.based(given, mark), plain_numbers.based(expected)

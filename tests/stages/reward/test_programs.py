@@ -180,11 +180,32 @@ def test_a_preamble_stands_before_each_program():
     right, wrong = ([{"input": "", "output": f"{n} 2 __main__"}] for n in (9, 12))
     assert code([printing, printing], [right, wrong], preamble=preamble) == [1.0, 0.0]
     assert code([printing], [right]) == [0.0]
-    for broken in ("import nothing_of_that_name", "x = ("):
+    failing = {"import nothing_of_that_name": "Error", "x = (": "Error", "print(1)": "it prints"}
+    for broken, why in failing.items():
         for completions, columns in (([DOUBLE], [ASSERTS]), ([], [])):
-            with pytest.raises(ConfigError, match=r"the preamble fails: .*Error") as caught:
+            with pytest.raises(ConfigError, match=f"the preamble fails: .*{why}") as caught:
                 code(completions, columns, preamble=broken)
             assert "sandbox_python" in caught.value.next
+
+
+def test_the_names_of_a_preamble_are_not_the_programs():
+    preamble = "from math import *\nfrom re import *"
+    method = "class Solution:\n    def search(self, x: List[int]):\n        return max(x)"
+    asked = {"fn_name": "search", "inputs": [[[1, 3]]], "outputs": [3]}
+    assert code([method], [asked], preamble=preamble) == [1.0]
+    empty = [{"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}, "assert gcd(4, 6) == 2"]
+    assert code(["x = 1"] * 2, empty, preamble=preamble) == [0.0, 0.0]
+    own = "from math import gcd"
+    assert code([own] * 2, empty, preamble=preamble) == [1.0, 1.0]
+
+
+def test_a_program_may_read_its_annotations():
+    program = (
+        "from functools import singledispatch\n\n\nclass Own:\n    pass\n\n\n@singledispatch\n"
+        "def size(x):\n    return 0\n\n\n@size.register\ndef _(x: Own):\n    return 7\n\n\n"
+        "def seven():\n    return size(Own())"
+    )
+    assert code([program], [["assert seven() == 7"]]) == [1.0]
 
 
 STATEMENTS = {

@@ -267,9 +267,21 @@ def program(read, write):
     names = module.__dict__
     sys.modules["solution"] = module
 
+    def prepare(source):
+        known = {}
+        exec(compile(source, "preamble.py", "exec"), known)
+        # below the program's own names, so that no test and no entry finds one of these
+        names["__builtins__"] = {**vars(builtins), **known, "__name__": "builtins"}
+
     def load(source):
-        # annotations are kept as text, as they may name what the program does not import
-        exec(compile(source, "solution.py", "exec", __future__.annotations.compiler_flag), names)
+        before = {**names}
+        try:
+            exec(compile(source, "solution.py", "exec"), names)
+        except NameError:  # an annotation may name what the program does not import
+            names.clear()
+            names.update(before)
+            flag = __future__.annotations.compiler_flag  # keeps annotations as text
+            exec(compile(source, "solution.py", "exec", flag), names)
 
     def entry(name):
         return names[name] if name in names else getattr(module.Solution(), name)
@@ -283,6 +295,7 @@ def program(read, write):
     operations = {
         **{name: getattr(builtins, name, None) or getattr(operator, name) for name in _ASKED},
         **{f"__{name}__": getattr(operator, f"__{name}__") for name in _COMPARED + _COMPUTED},
+        "prepare": prepare,
         "load": load,
         "names": lambda asked: {name: names[name] for name in asked if name in names},
         "entry": entry,

@@ -100,8 +100,10 @@ def start_program(source):
 def enter(wire, job, names, space):
     """Load the program and give the tests the names that they use of it. They may also import it as
     `solution`."""
-    for source in job["programs"]:
-        wire.ask("load", source)
+    preamble, source = job["programs"]
+    if preamble:
+        wire.ask("prepare", preamble)
+    wire.ask("load", source)
     space |= wire.ask("names", sorted(names))
     if job["entry"]:
         space["candidate"] = space[job["entry"]] = wire.ask("entry", job["entry"])

@@ -755,6 +755,11 @@ def test_what_stands_for_the_base_of_an_adapter_is_not_removed(store):
     assert users_of(store, again.ref) == ([], [str(adapter.ref)])
     with pytest.raises(ConflictError, match=f"{adapter.ref} is an adapter alone"):
         remove(store, again.ref)
+    with begin(store, "a", "policy", **plan(2, inputs={"other": base})) as work:
+        (work.folder / "model.safetensors").write_bytes(b"w2")
+        other = work.commit()
+    remove(store, adapter.ref)
+    assert remove(store, again.ref)[1] == [str(other.ref)]
 
 
 def test_what_is_made_again_with_other_content_is_the_newest(store):
