@@ -223,7 +223,7 @@ def test_no_sum_leaves_float32():
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [
-        ('fingerprint = "quiver:0"', "fingerprint expected quiver:0, found quiver:4"),
+        ('fingerprint = "quiver:0"', "fingerprint expected quiver:0, found quiver:5"),
         ('scope = "group"', "numeric: has scope group"),
         (None, "has no section [reward]"),
         ("=", "reward.toml"),

@@ -295,7 +295,7 @@ def test_extra_is_json_of_bounded_size_beside_a_number():
 
 
 def test_shipped_functions_are_found_by_name_and_misspelt_ones_explained():
-    assert calls.load("numeric", "numeric", {}).about.fingerprint == "quiver:4"
+    assert calls.load("numeric", "numeric", {}).about.fingerprint == "quiver:5"
     with pytest.raises(ConfigError, match="did you mean numeric"):
         calls.load("numerc", "n", {})
     with pytest.raises(ConfigError, match="did you mean tolerance"):
