@@ -207,7 +207,7 @@ def test_compare_through_the_command_line(store, evaluated, capsys):
         texts.append(capsys.readouterr().out)
     assert len(set(texts)) == 1, "the newest evaluation of each"
     assert "score    +0.1667   95% interval -0.9765 … +1.0000" in texts[0]
-    assert "1 prompt better, 1 worse, 1 equal" in texts[0]
+    assert "prompts: 1 better, 1 worse, 1 equal" in texts[0]
     assert "left out: 1 only in A, 1 only in B" in texts[0]
     with pytest.raises(LineageError, match="has no evaluation yet") as caught:
         command("compare", "first", "first.eval", *in_store)
