@@ -13,12 +13,12 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 from quiver.schemas.errors import ConfigError, printable, quoted_name
-from quiver.schemas.outside import Message, read_message, shape_of
+from quiver.schemas.outside import Message, shape_of
 from quiver.schemas.plain import problem_of, read_clean_json
 from quiver.stages.core.names_elsewhere import COLUMNS
 from quiver.stages.model.media import WORDS
@@ -63,23 +63,20 @@ def as_content_parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]
     return content if isinstance(content, list) else [{"type": "text", "text": content}]
 
 
-def with_system(chat: list[Any], system: str | None) -> list[Any]:
-    """Return a chat behind the recipe's message `system`, unless it begins with its own.
+def with_system(messages: list[Message], system: str | None) -> list[Message]:
+    """Return `messages` behind the recipe's message `system`, unless they begin with their own.
 
-    A system message that is blank or null gets the text of `system`.
+    A system message whose content is blank gets the text of `system`.
     """
-    first = chat[0] if isinstance(chat[0], Mapping) else {}
     if system is None:
-        return chat
-    if first.get("role") != "system":
-        return [{"role": "system", "content": system}, *chat]
-    with suppress(ValueError):  # whoever reads the chat raises it
-        if first.get("content") is None:
-            first = {**first, "content": ""}
-        parts = as_content_parts(read_message(first, "")["content"])
-        if all(part["type"] == "text" and not part["text"].strip() for part in parts):
-            return [{**first, "content": system}, *chat[1:]]
-    return chat
+        return messages
+    first, *others = messages
+    if first["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    parts = as_content_parts(first["content"])
+    if all(part["type"] == "text" and not part["text"].strip() for part in parts):
+        return [{**first, "content": system}, *others]
+    return messages
 
 
 def show_media(name: str, messages: list[Message], counts: Mapping[str, int]) -> list[Message]:

@@ -183,11 +183,10 @@ class Renderer:
         # TRL and verl keep chats in a column `prompt`.
         is_chat = bool(config.prompt) and not config.raw_text and isinstance(cell, list)
         if config.messages or is_chat:
-            chat = with_system(cell, config.system)
             with naming_row(name):
-                messages = [  # numbered as in the row
+                messages = [
                     outside.read_message(message, f"message {number}")
-                    for number, message in enumerate(chat, len(cell) - len(chat))
+                    for number, message in enumerate(cell)
                 ]
         elif config.prompt:
             with naming_row(name):
@@ -197,7 +196,7 @@ class Renderer:
                 rendering = self._guard.encode(name, (), [text], lambda texts: texts[0])
                 self._remarks.on_spelled(name, self._guard.spelled_out([text]))
             else:
-                messages = with_system([{"role": "user", "content": text}], config.system)
+                messages = [{"role": "user", "content": text}]
         else:
             no_ids = [id for id in cell if type(id) is not int]
             if no_ids:
@@ -210,6 +209,7 @@ class Renderer:
             valid_ids = [id for id in cell if 0 <= id < self._vocabulary]
             rendering = Rendering(self._guard.decode(valid_ids), cell)
         if messages:
+            messages = with_system(messages, config.system)
             messages = show_media(name, messages, {each: len(files[each]) for each in files})
             of_opening = files_in(opening)
             if of_opening:

@@ -307,7 +307,8 @@ def test_a_note_is_kept_and_shown_and_decides_nothing(noted, capsys, in_json):
         assert [row.get("note") for row in rows] == [None, None, None, NOTED["note"]]
     assert origin_of(with_note)["note"] == NOTED["note"]
     with pytest.raises(ConfigError, match="at most 1000 are kept"):
-        run_here("reward", {}, noted, rollouts="bench/rollouts@1", note="x" * 1001)
+        long = "x" * 1001
+        run_here("reward", with_note.config, noted, rollouts="bench/rollouts@1", note=long)
 
 
 def test_ls_refuses_a_column_that_may_be_several_keys():

@@ -77,7 +77,7 @@ def test_a_rows_own_system_message_stays(store, policy, tmp_path):
 
 def test_a_blank_system_message_counts_as_missing(store, policy, tmp_path):
     user = {"role": "user", "content": "A?"}
-    blanks = ["", " \n", None, [], [{"type": "text", "text": " "}]]
+    blanks = ["", " \n", [], [{"type": "text", "text": " "}]]
     chats = [[{"role": "system", "content": blank}, user] for blank in blanks]
     path = write(tmp_path, [{"messages": chat} for chat in chats])
     made = rows(store, Config(source=path, system="Always box."))
