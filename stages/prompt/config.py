@@ -141,7 +141,7 @@ class TextConfig(Base):
 
     system: str | None = None
     """System message put before chats that do not begin with their own. It takes the place of one
-    that is blank or null."""
+    that is blank."""
     template: str | None = None
     """File with a jinja chat template. Default: the policy's own."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
