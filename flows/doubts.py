@@ -75,7 +75,8 @@ def about_rows(sources: Mapping[str, Source], every: int, iterations: int) -> It
         elif num_different < num_rows:
             yield (
                 f"{num_rows - num_different} of the {num_rows} rows of {section} ask the same as "
-                "an earlier row, apart from case and spacing: keep each once"
+                "an earlier row, apart from case and spacing: if their other columns are the same "
+                "too, keep each once"
             )
     if "data.held_out" not in asked:
         if every:

@@ -17,6 +17,7 @@ import bisect
 import dis
 import hashlib
 import inspect
+import pickle
 import sys
 import sysconfig
 import textwrap
@@ -58,8 +59,7 @@ def as_file(function: Callable[..., Any]) -> str:
         )
     module = sys.modules.get(function.__module__)
     path = getattr(module, "__file__", None)
-    # a function below a decorator has the name of the decorated one
-    if path and function.__module__ != "__main__" and getattr(module, name, None) is function:
+    if path and function.__module__ != "__main__" and _is_there(function, module):
         needs_package = imports_above(Path(path))
         return f"{function.__module__ if needs_package else path}:{name}"
     definitions: _Definitions = {}
@@ -83,6 +83,17 @@ def as_file(function: Callable[..., Any]) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(file, text.encode())
     return f"{file}:{name}"
+
+
+def _is_there(function: types.FunctionType, module: types.ModuleType) -> bool:
+    """Return True if a module has the function under its name, perhaps loaded once more since. A
+    function below a decorator has the name of the decorated one."""
+    held = getattr(module, function.__name__, None)
+    if held is function or not isinstance(held, types.FunctionType):
+        return held is function
+    codes = [function.__code__, held.__code__]
+    is_named = all(code.co_name == function.__qualname__ for code in codes)
+    return is_named and codes[0].co_filename == codes[1].co_filename
 
 
 def _define(
@@ -180,11 +191,13 @@ def _does(code: types.CodeType) -> tuple[Any, ...]:
     ]
     offsets = [step.offset for step in steps]
     done: list[tuple[str, Any]] = []
-    for step in steps:
-        value = step.argval
+    for step, after in zip(steps, [*steps[1:], None], strict=True):
+        argument = step.argval
         if step.opcode in _JUMPS:
-            value = bisect.bisect_left(offsets, value)
-        does = _does(value) if isinstance(value, types.CodeType) else repr(value)
+            argument = bisect.bisect_left(offsets, argument)
+        if after and after.opname == "STORE_NAME" and after.argval == "__qualname__":
+            argument = None  # a class is named by what encloses it
+        does = _does(argument) if isinstance(argument, types.CodeType) else repr(argument)
         done.append((step.opname.replace("METHOD", "ATTR"), does))
     arguments = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount)
     return (code.co_name, code.co_varnames, arguments, done)
@@ -198,24 +211,27 @@ def _require_same_defaults(
     in_file = inspect.signature(made, follow_wrapped=False).parameters
     for name, parameter in inspect.signature(function, follow_wrapped=False).parameters.items():
         if not _is_same(parameter.default, in_file[name].default, definitions):
-            problem = f"its default of {printable(name)} is another one in a file"
+            problem = f"its default of {printable(name)} may be another one in a file"
             raise _refused(function, problem)
 
 
 def _is_same(default: Any, made: Any, definitions: _Definitions) -> bool:
     """Return True if a default and the one made from the file are certainly the same."""
-    if default is made:
-        return True
-    if type(default) is not type(made):
-        return False
+    if default is made or type(default) is not type(made):
+        return default is made
     if isinstance(made, types.FunctionType):
         if made.__name__ in definitions:
             return definitions[made.__name__][0] is default
         has_values = default.__closure__ or default.__defaults__ or default.__kwdefaults__
         return not has_values and _does(default.__code__) == _does(made.__code__)  # lambdas
+    if isinstance(made, dict):
+        default, made = [*default.items()], [*made.items()]
+    if isinstance(made, list | tuple):
+        pairs = zip(default, made, strict=False)
+        return len(default) == len(made) and all(_is_same(*pair, definitions) for pair in pairs)
     try:
-        return bool(default == made) and repr(default) == repr(made)
-    except Exception:  # arrays, say, compare to many answers
+        return pickle.dumps(default) == pickle.dumps(made)
+    except Exception:  # any class may refuse
         return False
 
 

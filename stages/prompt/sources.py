@@ -33,6 +33,7 @@ import json
 import os
 import re
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,7 @@ from .media import hash_with_files
 _MOST_LEVELS = 60  # Arrow can read files with up to 64
 _QUESTIONS = ("question", "prompt", "problem", "query", "instruction")
 """Usual names of columns with a question, the most common first."""
+_OF_FILES = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow|feather|py|gz|zip|zst|bz2|xz)$", re.I)
 _AROUND_ROWS = ("data", "rows", "examples", "train")
 """Usual names of the list of all rows in an object around it."""
 
@@ -124,7 +126,7 @@ def read(config: SourceConfig) -> Source:
 def _hint(source: str) -> str:
     """Return what a source that is not there may mean, at the end of an error."""
     of_hub = re.match(r"(?:hf://datasets/)?([\w.-]+/[\w.-]+)", source)
-    is_name = of_hub and of_hub[0] == source and Path(source).suffix not in SUFFIXES
+    is_name = of_hub and of_hub[0] == source and not _OF_FILES.search(source)
     if of_hub and (source.startswith("hf:") or (is_name and not Path(source).parent.exists())):
         return f"; did you mean datasets:{of_hub[1]}?"
     if "://" in source:
@@ -177,7 +179,9 @@ def fill_in(config: Config, sha256: str, columns: list[str]) -> Config:
     hint = f'; did you mean data.prompt = "{printable(likely[0])}"?' if likely else ""
     around = next((name for name in _AROUND_ROWS if name in columns), None)
     is_json = config.source.endswith((".json", ".jsonl"))
-    if around and is_json and not likely and column not in columns:
+    is_near = bool(column) and get_close_matches(column, columns, cutoff=0.8)
+    is_named = input_name == "prompt_ids" or column in columns or is_near
+    if around and is_json and not likely and not is_named:
         raise ConfigError(
             f"source {printable(config.source)}",
             f"has only {column_list}, and no column of questions",

@@ -261,12 +261,15 @@ class Template:
 
     def _with_wrapped_tools(self, variables: dict[str, Any]) -> dict[str, Any]:
         """Return `variables` with each bare tool in its wrapper if the template shows no other."""
-        bare = [tool for tool in variables.get("tools") or () if _is_bare(tool)]
-        if not bare or self._wraps_tools is False:
+        tools = variables.get("tools")
+        has_bare = isinstance(tools, list) and any(map(_is_bare, tools))
+        if not has_bare or self._wraps_tools is False:
             return variables
         if self._wraps_tools is None:
             self._wraps_tools = False  # the probes are given as they are
-            tool = {"name": _PROBE_TOOL, "description": "", "parameters": {"type": "object"}}
+            of_x = {"properties": {"x": {"type": "string", "description": "?"}}, "required": ["x"]}
+            tool = {"name": _PROBE_TOOL, "description": "?"}
+            tool["parameters"] = {"type": "object", **of_x}
             question = [{"role": "user", "content": "?"}]
             as_is, wrapped = (
                 self._render_or_none(self._name, question, {"tools": [probe]}) or ""
@@ -274,8 +277,8 @@ class Template:
             )
             self._wraps_tools = _PROBE_TOOL in wrapped and _PROBE_TOOL not in as_is
             return self._with_wrapped_tools(variables)
-        tools = [_wrapped(tool) if _is_bare(tool) else tool for tool in variables["tools"]]
-        return {**variables, "tools": tools}
+        wrapped = [_wrapped(tool) if _is_bare(tool) else tool for tool in tools]
+        return {**variables, "tools": wrapped}
 
     def _ask(self, name: str, variables: dict[str, Any] | None) -> str:
         question = {"template": self.source, "seconds": self._seconds, "variables": variables}

@@ -489,7 +489,13 @@ READS_WRAPPER = "{% for t in tools or [] %}{{ t.function.name + '(' }}{% endfor 
 
 
 @pytest.mark.parametrize(
-    "text", [READS_WRAPPER, READS_WRAPPER.replace("or []", "or [] if t.function")]
+    "text",
+    [
+        READS_WRAPPER,
+        READS_WRAPPER.replace("or []", "or [] if t.function"),
+        READS_WRAPPER.replace("or []", "or [] if t.function.description"),
+        READS_WRAPPER.replace("+ '('", "+ '(' + (t.function.parameters.properties.items() and '')"),
+    ],
 )
 def test_bare_tools_get_their_wrapper_if_the_template_needs_it(qwen3, text, caplog):
     """Otherwise they are rendered as transformers renders them."""
@@ -508,6 +514,12 @@ def test_bare_tools_stay_bare_if_the_template_shows_them(policy_of, family):
     with opened(policy) as renderer:
         prompt = renderer.render("row", chat, variables={"tools": tools})
     assert prompt["prompt_ids"] == expected(tokenizer, chat, tools)
+
+
+def test_tools_may_be_any_variable_of_a_template(qwen3):
+    template = "{% if tools is true %}on{% endif %}" + tiny.CHATML
+    with opened(qwen3, template, template_arguments={"tools": True}) as renderer:
+        assert renderer.render("row", [user("?")])["prompt_text"].startswith("on<|im_start|>")
 
 
 def test_tools_may_be_json_text():
