@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -34,6 +35,9 @@ from .chats import warn_unused
 from .config import Config
 from .openings import identified, openings_of
 from .order import choose_rows, name_rows, open_rewards
+
+if TYPE_CHECKING:
+    from .rows import Renderer
 
 STAGE_VERSION = 1
 log = logging.getLogger(__name__)
@@ -120,21 +124,8 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         of_assistant = renderer.of_assistant(prompts["messages"])  # how an answer begins and ends
     rendered_ids = set(prompts["group_id"].to_pylist())
     dropped = [group_ids[row] for row in chosen if group_ids[row] not in rendered_ids]
-    if not prompts.num_rows:
-        raise ConfigError(
-            f"source {printable(config.source)}",
-            f"all {len(dropped)} prompts are longer than the {config.max_prompt_tokens} tokens "
-            f"allowed{renderer.limited_by}",
-            next=f"shorten them, or {renderer.way_out}",
-        )
     if dropped:
-        log.warning(
-            "%s: %d of %d prompts are left out: they have more than %d tokens",
-            printable(config.source),
-            len(dropped),
-            len(chosen),
-            config.max_prompt_tokens,
-        )
+        _tell_dropped(renderer, len(dropped), len(chosen))
     writer.finish(
         metrics={
             "prompt_tokens": prompts_kind.token_counts([prompts]),
@@ -146,6 +137,21 @@ def make(plan: Plan, writers: Mapping[str, Writer]) -> None:
         },
         status={"kept": prompts.num_rows, "dropped": len(dropped)},
     )
+
+
+def _tell_dropped(renderer: Renderer, num_dropped: int, num_chosen: int) -> None:
+    """Warn that prompts are left out. Raises ConfigError if all are."""
+    config = renderer.config
+    source, longest = printable(config.source), config.max_prompt_tokens
+    if num_dropped == num_chosen:
+        raise ConfigError(
+            f"source {source}",
+            f"all {num_dropped} prompts are longer than the {longest} tokens allowed"
+            f"{renderer.limited_by}",
+            next=f"shorten them, or {renderer.way_out}",
+        )
+    message = "%s: %d of %d prompts are left out: they have more than %d tokens"
+    log.warning(message, source, num_dropped, num_chosen, longest)
 
 
 def _longest_prompt(config: Config, policy: Version) -> int | None:

@@ -867,7 +867,7 @@ def test_rows_that_ask_the_same_as_an_earlier_one_are_counted(folder, section):
     write_rows(rows, "questions.jsonl" if section == "data" else "held_out.jsonl")
     assert warnings(*([ALONE] if section == "data" else [])) == [
         f"2 of the 7 rows of {section} ask the same as an earlier row, apart from case and "
-        "spacing: keep each once"
+        "spacing: if their other columns are the same too, keep each once"
     ]
 
 
