@@ -42,7 +42,7 @@ SMALL_MODEL = "quiver.stages.model.small:make"
 LOT = {"use": "quiver.stages.reward.functions:lot", "weight": 1e-3}
 """A random reward: random models answer nothing right, and equal rewards teach nothing."""
 LOT_NAME = "random_reward_of_dry_run"
-"""Its name, which warnings and errors tell."""
+"""The name of this reward in warnings and errors."""
 _READS_STORE = re.compile(r"quiver (?!(check|doctor|engines|keys|rewards) )")
 """In the next step of an error: a command that would look in the recipe's own store."""
 
@@ -110,7 +110,7 @@ def dry_run(recipe: Recipe, path: Path) -> tuple[dict[str, Any], list[str]]:
         except QuiverError as error:
             error.state = "the temporary store is deleted; nothing was kept."
             if _READS_STORE.search(f"{error.next} "):
-                error.next = "correct what the message tells, then repeat the dry run"
+                error.next = "correct what the message says, then repeat the dry run"
             raise
     seconds: dict[str, float] = {}
     for iteration in outcome["iterations"]:

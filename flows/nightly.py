@@ -3,7 +3,7 @@
 Look here for the order of a night's steps: new prompts → improve → measure both policies → decide.
 A better policy that moved further than [promotion] allows waits for a person, or is rejected. The
 state of the flow run is named after the decision, and its message says why. A name that was decided
-before, such as that of a second run on one date in UTC, ends in the state "Decided before".
+before, for example by an earlier run on the same date in UTC, ends in the state "Decided before".
 
 With [promotion] approval the flow run pauses, with a form on its page. No answer in time is a no.
 Programs answer over Prefect's API:
@@ -153,9 +153,9 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
         link_report(recipe.store, recipe.run, recipe.report_url)
         clean_up(recipe.store, recipe.run, recipe.retention)
     why = printable(entry.why, 1000)
-    told = f"{entry.about['decision']}: {why}"
+    message = f"{entry.about['decision']}: {why}"
     before = "" if iterations else "decided before, "
-    log.info("%-22s %s%s", f"nightly {tonight.name}", before, told)
+    log.info("%-22s %s%s", f"nightly {tonight.name}", before, message)
     answer = {
         "run": recipe.run,
         "tag": recipe.promotion.tag,
@@ -163,7 +163,7 @@ def nightly(recipe: Recipe, night: str | None = None) -> Any:
         "iterations": [iteration.to_json() for iteration in iterations],
     }
     if not iterations:
-        return Completed(name=DECIDED_BEFORE, message=told, data=answer)
+        return Completed(name=DECIDED_BEFORE, message=message, data=answer)
     # A night that rolled back and then rejected its candidate is called rolled back.
     back = entry_of(tonight.store, recipe.run, recipe.promotion, tonight.rollback_key)
     decision = entry.about["decision"]
@@ -216,17 +216,17 @@ def _order(night: Night) -> dict[str, Any]:
 
 def warn_of_another_order(night: Night) -> None:
     """Warn if the rows of tonight's rounds, whose sources are looked up, are chosen in another
-    order than those of a decided night."""
+    order than on a decided night."""
     entries = night.store.history(night.recipe.run, night.recipe.promotion.tag)
     orders = [entry.about["order"] for entry in entries if entry.about.get("order")]
     now = _order(night)
-    others = [order for order in orders if order != now]
-    if not others or not now:
+    differing = [order for order in orders if order != now]
+    if not differing or not now:
         return
     changed = [
-        f"{key} was {others[-1].get(key)} and is {value}"
+        f"{key} was {differing[-1].get(key)} and is {value}"
         for key, value in now.items()
-        if others[-1].get(key) != value
+        if differing[-1].get(key) != value
     ]
     log.warning(
         "%-22s may ask rows again that earlier nights took, since %s: the order of the rows has "

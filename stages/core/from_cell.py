@@ -59,7 +59,7 @@ def as_file(function: Callable[..., Any]) -> str:
         )
     module = sys.modules.get(function.__module__)
     path = getattr(module, "__file__", None)
-    if path and function.__module__ != "__main__" and _is_there(function, module):
+    if path and function.__module__ != "__main__" and _is_defined_in(module, function):
         needs_package = imports_above(Path(path))
         return f"{function.__module__ if needs_package else path}:{name}"
     definitions: _Definitions = {}
@@ -85,7 +85,7 @@ def as_file(function: Callable[..., Any]) -> str:
     return f"{file}:{name}"
 
 
-def _is_there(function: types.FunctionType, module: types.ModuleType) -> bool:
+def _is_defined_in(module: types.ModuleType, function: types.FunctionType) -> bool:
     """Return True if a module has the function under its name, perhaps loaded once more since. A
     function below a decorator has the name of the decorated one."""
     held = getattr(module, function.__name__, None)
@@ -151,8 +151,8 @@ def _define_function(function: types.FunctionType, definitions: _Definitions) ->
 
 
 def _source_of(function: types.FunctionType) -> str:
-    """Return the source of a function. Raises ConfigError unless it is one def without decorators,
-    and that of the code that runs: inspect may find another function's, or an edited one."""
+    """Return the source of a function. Raises ConfigError unless it is one def without decorators
+    and gives the code that runs: inspect may find another function's source, or an edited one."""
     try:
         written = inspect.getsource(function)
         source = textwrap.dedent(written)
@@ -182,7 +182,7 @@ def _is_of(definition: ast.stmt, function: types.FunctionType) -> bool:
 
 
 def _does(code: types.CodeType) -> tuple[Any, ...]:
-    """Return what code does, but for its place in a file, and for how Python calls a method: that
+    """Return what code does. Its place in a file is left out, and how Python calls a method, which
     depends on the imports beside the function."""
     steps = [
         step

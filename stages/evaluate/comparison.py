@@ -120,7 +120,7 @@ def compare_each(store: Store, pairs: Sequence[tuple[Version, Version]]) -> dict
 def are_scored_alike(store: Store, a: Version, b: Version) -> bool:
     """Return False if what two evaluations measured, a part or the whole reward, was scored in two
     ways. Corrections by a person (stage override) are no other way. Rewards whose manifest is gone
-    count as alike, for nobody can know."""
+    count as alike, because their config cannot be read."""
     rewards = []
     for evaluation in (a, b):
         try:
@@ -140,7 +140,7 @@ def are_scored_alike(store: Store, a: Version, b: Version) -> bool:
 
 
 def _scorer(rewards: Manifest, name: str) -> dict[str, Any] | None:
-    """Return what decides the part `name`, whatever it weighs; None if it is no scorer's."""
+    """Return what decides the part `name`, whatever it weighs; None if no scorer has this name."""
     with suppress(ConfigError):  # of another version of Quiver
         key = parse(load_stage(rewards.stage).Config, rewards.config, rewards.ref).key()
         for scorer in chain(*(key.get(kind, ()) for kind in ("functions", "models", "servers"))):

@@ -192,7 +192,7 @@ def test_an_environment_is_asked_for_answers(here):
     with pytest.raises(NumericError, match=r"by environment_error.*the dice are lost") as failed:
         try_out(settings)
     # `quiver show tiny/rewards@1` would show another run's, or nothing
-    assert failed.value.next == "correct what the message tells, then repeat the dry run"
+    assert failed.value.next == "correct what the message says, then repeat the dry run"
     # only some of them
     Path("game.py").write_text(
         Path("game.py")

@@ -239,8 +239,8 @@ def _sources(manifest: Manifest, *, is_root: bool) -> list[Ref]:
 
 
 def _names_of(store: Store, ref: Ref) -> set[str]:
-    """Return the references that lead to a version: its own, and those of the versions that it
-    replaces because their data are gone. Of a damaged version only its own is known."""
+    """Return the references that lead to a version: its own, and each reference to a version that
+    it replaces because the data are gone. Of a damaged version only its own is known."""
     names = {str(ref)}
     with suppress(CorruptError):
         for number in store.listing(*ref[:2]).find(store.version(ref).manifest.run_key):

@@ -303,9 +303,9 @@ class Version:
 
     def _require_columns(self, asked: list[str], names: list[str]) -> None:
         """Raise ConfigError for a column that neither the file nor the kind has."""
-        known = {*names, *schema_module(self.ref.kind).SCHEMA.names}
+        columns = {*names, *schema_module(self.ref.kind).SCHEMA.names}
         for name in asked:
-            if name not in known:
+            if name not in columns:
                 listed = f"; it has {', '.join(names)}"
                 raise ConfigError(
                     str(self.ref),

@@ -250,7 +250,7 @@ def _as_text(stream: Any) -> str:
 
 
 def _read_call(case: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Return the arguments of a call, and the values of which it must return one."""
+    """Return the arguments of a call, and the values that it may return."""
     input, output = case["input"], case["output"]
     if isinstance(input, str):  # then the output is JSON text too
         lines = filter(str.strip, input.splitlines())

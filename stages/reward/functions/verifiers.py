@@ -83,8 +83,10 @@ def _math(text: str, right: Any) -> float:
     expected = plain_numbers.readable(expected if boxed(right) is None else right)
     given = plain_numbers.readable(given)
     has_latex = boxed(text) is not None or _LATEX.search(given) is not None
-    found = number_of(given)
-    is_product = found is not None and found.value is None  # 2*x is no sentence with a 2
+    last_number = number_of(given)
+    is_product = (
+        last_number is not None and last_number.value is None
+    )  # 2*x is no sentence with a 2
     is_sentence = has_latex or has_words(given, variables=is_product or not expected_number)
     is_formula = boxed(text) is not None or not is_sentence
     mark = "" if is_formula or has_latex else "$"

@@ -268,10 +268,10 @@ def program(read, write):
     sys.modules["solution"] = module
 
     def prepare(source):
-        known = {}
-        exec(compile(source, "preamble.py", "exec"), known)
+        defined = {}
+        exec(compile(source, "preamble.py", "exec"), defined)
         # below the program's own names, so that no test and no entry finds one of these
-        names["__builtins__"] = {**vars(builtins), **known, "__name__": "builtins"}
+        names["__builtins__"] = {**vars(builtins), **defined, "__name__": "builtins"}
 
     def load(source):
         before = {**names}
